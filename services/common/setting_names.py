@@ -1,0 +1,55 @@
+"""Every environment name that any service or tool of ours reads.
+
+One list for all, because `glm53 serve` hands one environment to three processes and each must tell a typo from a neighbour's setting.
+tests/unit/test_settings.py holds it equal to the union of the settings classes.
+"""
+
+from __future__ import annotations
+
+# Without the GLM53_ prefix, named so by the people who used the first deployments.
+UNPREFIXED: frozenset[str] = frozenset({"HOST", "PORT", "SERVED_NAME"})
+
+PREFIXED: frozenset[str] = frozenset(
+    {
+        # all services
+        "GLM53_INSTANCE",
+        "GLM53_LOG_FORMAT",
+        "GLM53_LOG_LEVEL",
+        "GLM53_SHM_DIR",
+        "GLM53_WORKER_ADDRESS",
+        # gateway
+        "GLM53_CONNECT_TIMEOUT_S",
+        "GLM53_DEFAULT_REASONING_EFFORT",
+        "GLM53_MAX_BODY_BYTES",
+        "GLM53_REQUEST_TIMEOUT_S",
+        "GLM53_THINKING_OFF_POLICY",
+        # gpu_worker
+        "GLM53_BACKEND_THREADS",
+        "GLM53_CONTEXT_TOKENS",
+        "GLM53_CHUNK_SIZE",
+        "GLM53_DEVICE",
+        "GLM53_EC_ADMIT_AFTER",
+        "GLM53_EC_MAX_SLOTS",
+        "GLM53_EXPERT_BACKEND",
+        "GLM53_HEAT_FILE",
+        "GLM53_MAX_QUEUED",
+        "GLM53_MAX_STREAMS",
+        "GLM53_MODE",
+        "GLM53_MODEL_DIR",
+        "GLM53_QUEUE_TIMEOUT_S",
+        # cpu_expert and the CPU lane
+        "GLM53_CT_A",
+        "GLM53_CT_B",
+        "GLM53_CT_CPUS",
+        "GLM53_CT_ISA",
+        "GLM53_CT_THREADS",
+        "GLM53_CT_TIMEOUT_MS",
+        "GLM53_CT_TZC",
+        # supervisor
+        "GLM53_BOOT_TIMEOUT_S",
+        "GLM53_DRAIN_TIMEOUT_S",
+        "GLM53_STATE_DIR",
+    }
+)
+
+ALL: frozenset[str] = PREFIXED | UNPREFIXED
