@@ -1,0 +1,72 @@
+# Every target does its own set-up; each is safe to repeat. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PROTO := services/common/pb/glm53/worker/v1/worker.proto
+CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'kernels/*.cu')
+PYTEST_ARGS ?=
+ARGS ?=
+
+.PHONY: help serve test test-gpu bench bench-kernel lint fmt proto kernels fresh-check clean setup setup-dev
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+serve: setup ## Set everything up, then serve on http://127.0.0.1:30000/v1 (ARGS="--port 30001 --mode exact ...")
+	@$(VENV)/bin/glm53 serve $(ARGS)
+
+test: setup-dev lint ## Set everything up, then lint, type-check and run every test that needs no GPU
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+bench: setup-dev ## Measure the whole stack on this machine; writes docs/results/stack_cpu.json
+	$(PY) -m bench.stack_cpu $(ARGS)
+
+lint: setup-dev ## Linters, type checks, import rules, C++ format
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_FILES)
+
+fmt: setup-dev ## Format Python and C++
+	$(VENV)/bin/ruff check --fix -q . ; $(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+fresh-check: ## Prove `make serve` and `make test` in an empty Debian 12 (root, mmdebstrap)
+	tools/fresh_check.sh
+
+clean: ## Remove everything that was built or installed here
+	rm -rf $(VENV) build .state kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+setup: .state/serve proto kernels
+setup-dev: .state/dev proto kernels
+
+proto: .state/proto ## Generate the gRPC stubs
+kernels: .state/serve ## Build the C++ kernels
+	@$(PY) tools/build_kernels.py
+
+# Stamps: a step runs again only when what it depends on has changed.
+.state/debian: tools/debian_packages.sh
+	@tools/debian_packages.sh
+	@mkdir -p .state && touch $@
+
+.state/venv: .state/debian
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+.state/serve: .state/venv pyproject.toml requirements.lock
+	@tools/pip_install.sh worker,build
+	@touch $@
+
+.state/dev: .state/serve pyproject.toml requirements.lock
+	@tools/pip_install.sh worker,build,test,lint
+	@touch $@
+
+.state/proto: .state/serve proto/glm53/worker/v1/worker.proto
+	@mkdir -p services/common/pb
+	@$(PY) -m grpc_tools.protoc --proto_path=services/common/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO)
+	@touch $@

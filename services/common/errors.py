@@ -42,9 +42,7 @@ class Glm53Error(Exception):
 
     def to_json(self) -> str:
         """One JSON object that survives the way through gRPC metadata."""
-        return json.dumps(
-            {"code": self.code, "message": self.message, "param": self.param, "retry_after_s": self.retry_after_s}
-        )
+        return json.dumps({"code": self.code, "message": self.message, "param": self.param, "retry_after_s": self.retry_after_s})
 
 
 class ConfigError(Glm53Error):

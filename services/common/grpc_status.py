@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
 from services.common import errors
@@ -30,8 +32,12 @@ def status_of(error: errors.Glm53Error) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
-def error_of(rpc_error: grpc.RpcError) -> errors.Glm53Error:
-    """The error that a worker raised, or the best match when the worker could not tell (it died, it was unreachable)."""
+def error_of(rpc_error: Any) -> errors.Glm53Error:
+    """The error that a worker raised, or the best match when the worker could not tell (it died, it was unreachable).
+
+    Args:
+        rpc_error: a `grpc.RpcError` of the synchronous or of the asyncio API.
+    """
     metadata = rpc_error.trailing_metadata() if hasattr(rpc_error, "trailing_metadata") else None
     for key, value in metadata or ():
         if key == ERROR_METADATA_KEY:

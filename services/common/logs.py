@@ -11,7 +11,13 @@ from typing import Any
 
 request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
-_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "request_id", "color_message"}
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "request_id",
+    "color_message",
+}
 
 
 def _extras(record: logging.LogRecord) -> dict[str, Any]:

@@ -63,12 +63,16 @@ class ServiceSettings(BaseSettings):
     service: ClassVar[str] = "service"
 
     instance: str = Field(
-        "default", validation_alias="GLM53_INSTANCE", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
+        "default",
+        validation_alias="GLM53_INSTANCE",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
         description="Names this deployment's shared-memory segments: /dev/shm/glm53-<instance>-*.",
     )
     shm_dir: str = Field("/dev/shm", validation_alias="GLM53_SHM_DIR", description="Where the shared-memory segments live (a tmpfs).")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", validation_alias="GLM53_LOG_LEVEL", description="Log level.")
-    log_format: Literal["console", "json"] = Field("console", validation_alias="GLM53_LOG_FORMAT", description="Log lines for people or JSON.")
+    log_format: Literal["console", "json"] = Field(
+        "console", validation_alias="GLM53_LOG_FORMAT", description="Log lines for people or JSON."
+    )
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -1,0 +1,69 @@
+"""The `glm53` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from cli.serve import Supervisor, print_settings
+from cli.settings import ServeSettings
+from services.common.errors import Glm53Error
+from services.common.lifecycle import ExitCode
+from services.common.logs import configure_logging
+from services.common.settings import environ
+
+log = logging.getLogger("glm53")
+
+# `glm53 serve` flag → environment name. The single-dash names are those that users of the model's first servers know; of a flag given
+# twice the last value wins, and a flag beats the environment.
+SERVE_FLAGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("--host",), "HOST", "address the HTTP API listens on (default 127.0.0.1)"),
+    (("--port", "-p"), "PORT", "port of the HTTP API (default 30000)"),
+    (("--mode",), "GLM53_MODE", "auto, fast or exact"),
+    (("--model-dir", "-m"), "GLM53_MODEL_DIR", "checkpoint folder (default: the small one that ships with the code)"),
+    (("--served-name",), "SERVED_NAME", "model name that clients ask for"),
+    (("--instance",), "GLM53_INSTANCE", "names the shared memory (default: from the port)"),
+    (("--slots",), "GLM53_EC_MAX_SLOTS", "most expert cache slots"),
+    (("-cs", "--context"), "GLM53_CONTEXT_TOKENS", "context length in tokens"),
+    (("-ambs", "--max-batch-size"), "GLM53_MAX_STREAMS", "most streams in one decode step"),
+    (("-chunk_size",), "GLM53_CHUNK_SIZE", "prefill chunk in tokens"),
+    (("--log-level",), "GLM53_LOG_LEVEL", "debug, info, warning or error"),
+    (("--log-format",), "GLM53_LOG_FORMAT", "console or json"),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line of `glm53`."""
+    parser = argparse.ArgumentParser(prog="glm53", description="Serve GLM-5.3-Flash from one GPU plus host RAM.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="run gateway, gpu_worker and cpu_expert on this machine")
+    for flags, name, text in SERVE_FLAGS:
+        serve.add_argument(*flags, dest=name, default=None, help=f"{text} [{name}]")
+    return parser
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Runs `glm53 serve`."""
+    given = {name: str(value) for _, name, _ in SERVE_FLAGS if (value := getattr(args, name)) is not None}
+    env = {**environ(), **given}
+    settings = ServeSettings.load(env)
+    configure_logging("serve", level=settings.log_level, json_lines=settings.log_format == "json")
+    print_settings(settings)
+    return Supervisor(settings, env).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    configure_logging("glm53")
+    try:
+        return serve(args)
+    except Glm53Error as error:
+        log.error("%s", error.message)
+        return ExitCode.CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

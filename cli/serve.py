@@ -1,0 +1,170 @@
+"""`glm53 serve`: supervises gateway, gpu_worker and cpu_expert on one machine.
+
+Start: worker and cpu_expert first, then the gateway, which answers /health with the progress while the model loads.
+A service that crashes is restarted with back-off; one that cannot boot (exit 3 or 78) stops everything with the same code.
+Stop: gateway (finishes its streams), worker, cpu_expert; then the shared memory goes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cli.instance import Instance
+from cli.process import Service, describe_exit
+from cli.settings import ServeSettings
+from services.common.lifecycle import BOOT_FAILURES, ExitCode, Signals
+
+log = logging.getLogger("glm53")
+POLL_S = 0.2
+HEALTH_TIMEOUT_S = 2.0
+
+
+def default_commands() -> dict[str, list[str]]:
+    """The three services in start order."""
+    return {name: [sys.executable, "-m", f"services.{name}"] for name in ("gpu_worker", "cpu_expert", "gateway")}
+
+
+class Supervisor:
+    """Runs the three services until a signal or a failure that respawning cannot help.
+
+    Args:
+        settings: the supervisor's own settings.
+        env: environment handed to every service; `settings` has been applied to it.
+        commands: service name → argv, in start order.
+    """
+
+    def __init__(self, settings: ServeSettings, env: Mapping[str, str], commands: Mapping[str, Sequence[str]] | None = None) -> None:
+        self._settings = settings
+        name = settings.instance_name
+        state_dir = Path(settings.state_dir or Path(tempfile.gettempdir()) / f"glm53-{os.getuid()}" / name)
+        self._instance = Instance(name, Path(settings.shm_dir), state_dir)
+        child_env = {
+            **env,
+            "GLM53_INSTANCE": name,
+            "GLM53_WORKER_ADDRESS": self._instance.worker_address,
+            "PORT": str(settings.port),
+        }
+        child_env["HOST"] = settings.host
+        self._services = [Service(service, argv, child_env) for service, argv in (commands or default_commands()).items()]
+        self._began = time.monotonic()
+        self._announced = False
+        self._last_step = ""
+
+    def run(self) -> int:
+        """Starts, watches and stops the services; returns the exit code of `glm53 serve`."""
+        signals = Signals()
+        self._instance.acquire()
+        try:
+            code = self._watch(signals)
+        finally:
+            self._stop(signals)
+            self._instance.release()
+        return code
+
+    def _watch(self, signals: Signals) -> int:
+        for service in self._services:
+            service.start()
+        self._record()
+        while True:
+            if (number := signals.wait(POLL_S)) is not None:
+                log.info("%s: stopping (running requests get %g s)", number.name, self._settings.drain_timeout_s)
+                return ExitCode.OK
+            for service in self._services:
+                if (code := service.reap()) is not None and (verdict := self._ended(service, code)) is not None:
+                    return verdict
+                if not service.running and time.monotonic() >= service.next_start:
+                    service.restarts += 1
+                    log.info("starting %s again (restart %d)", service.name, service.restarts)
+                    service.start()
+                    self._record()
+            if not self._announced and (verdict := self._check_boot()) is not None:
+                return verdict
+
+    def _ended(self, service: Service, code: int) -> int | None:
+        if service.hopeless:
+            log.error("%s could not start (%s); its message is above. Stopping.", service.name, describe_exit(code))
+            return code if code in BOOT_FAILURES else ExitCode.BOOT
+        wait_s = max(0.0, service.next_start - time.monotonic())
+        log.warning("%s %s; starting it again in %.1f s", service.name, describe_exit(code), wait_s)
+        return None
+
+    def _record(self) -> None:
+        self._instance.record_children({s.name: s.process.pid for s in self._services if s.process is not None})
+
+    def _check_boot(self) -> int | None:
+        health = self._health()
+        if health is not None and health.get("status") == "ok":
+            self._announce(health)
+            return None
+        step = str((health or {}).get("message", ""))
+        if step and step != self._last_step:
+            self._last_step = step
+            log.info("loading: %s", step)
+        if time.monotonic() - self._began > self._settings.boot_timeout_s:
+            log.error(
+                "not ready after %g s (GLM53_BOOT_TIMEOUT_S); last step: %s",
+                self._settings.boot_timeout_s,
+                step or "unknown",
+            )
+            return ExitCode.BOOT
+        return None
+
+    def _health(self) -> dict[str, Any] | None:
+        host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "") else "[::1]" if self._settings.host == "::" else self._settings.host
+        url = f"http://{host}:{self._settings.port}/health"
+        try:
+            with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as reply:
+                return dict(json.load(reply))
+        except urllib.error.HTTPError as error:
+            try:
+                return dict(json.load(error))
+            except ValueError:
+                return None
+        except (OSError, ValueError):
+            return None
+
+    def _announce(self, health: Mapping[str, Any]) -> None:
+        self._announced = True
+        for service in self._services:
+            service.was_ready = True
+        url = f"http://{self._settings.host}:{self._settings.port}/v1"
+        model = health.get("model", "")
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
+        log.info("loaded in %.1f s", time.monotonic() - self._began)
+        log.info("serving %s on %s", model, url)
+        log.info("mode %s: %s", health.get("mode", "?"), health.get("mode_reason", ""))
+        print(f"\nTry:\n  curl -s {url}/chat/completions -H 'content-type: application/json' -d '{body}'\n", flush=True)
+
+    def _stop(self, signals: Signals) -> None:
+        """Gateway first, so that no request arrives any more; its streams end while the engine still runs."""
+        patience = self._settings.drain_timeout_s + 5
+        for service in reversed(self._services):
+            if not service.running:
+                continue
+            service.signal(signal.SIGTERM)
+            deadline = time.monotonic() + patience
+            while not service.wait(0.1):
+                if signals.wait(0.01) is not None:
+                    log.warning("second signal: not waiting any longer")
+                    patience = 1.0
+                    deadline = min(deadline, time.monotonic() + 1.0)
+                if time.monotonic() > deadline:
+                    log.warning("%s did not stop in time: killing it", service.name)
+                    break
+            service.kill()
+
+
+def print_settings(settings: ServeSettings) -> None:
+    """One line per setting with its source."""
+    log.info("settings: %s", ", ".join(f"{name}={value or '-'} ({source})" for name, value, source in settings.describe()))

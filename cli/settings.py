@@ -1,0 +1,51 @@
+"""Settings of `glm53 serve`: what the supervisor itself needs. Everything else goes on to the services in their environment."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from services.common.settings import ServiceSettings
+
+
+class ServeSettings(ServiceSettings):
+    """Settings of the supervisor."""
+
+    service: ClassVar[str] = "serve"
+
+    host: str = Field("127.0.0.1", validation_alias="HOST", description="Address the HTTP API listens on.")
+    port: int = Field(30000, validation_alias="PORT", ge=1, le=65535, description="Port of the HTTP API.")
+    instance: str = Field(
+        "",
+        validation_alias="GLM53_INSTANCE",
+        pattern=r"^([a-z0-9][a-z0-9-]{0,31})?$",
+        description="Names this deployment's shared memory; empty: from the port, so that two servers on two ports do not meet.",
+    )
+    state_dir: str = Field(
+        "",
+        validation_alias="GLM53_STATE_DIR",
+        description="Lock and socket of this instance; empty: /tmp/glm53-<user id>/<instance>.",
+    )
+    boot_timeout_s: float = Field(
+        600.0,
+        validation_alias="GLM53_BOOT_TIMEOUT_S",
+        gt=0,
+        description="Seconds until a service that is not ready counts as failed.",
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        validation_alias="GLM53_DRAIN_TIMEOUT_S",
+        ge=0,
+        description="Seconds that running requests get to finish on SIGTERM.",
+    )
+    mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
+        "auto",
+        validation_alias="GLM53_MODE",
+        description="Expert placement; auto takes the fastest that fits and says why.",
+    )
+
+    @property
+    def instance_name(self) -> str:
+        """The instance's name with the default filled in."""
+        return self.instance or f"p{self.port}"
