@@ -59,6 +59,13 @@ typedef struct MoeTask {
  * -1 when a dimension, K or codebook is not supported. */
 MOE_API int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down, uint32_t codebook,
                            uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias);
+/* 0 when the shape's fields are known and its parts lie 64-byte aligned inside the record, else -1: for a shape read from shared memory. */
+MOE_API int moe_shape_check(const MoeExpertShape* shape);
+/* "struct.field=offset:size" a line for the structs above ("struct.=0:size" is the whole): bindings compare their mirror with it. */
+MOE_API const char* moe_struct_layout(void);
+MOE_API uint32_t moe_arithmetic_version(void);
+/* Why the last call of this thread that returned -1 or NULL did so, naming the field. */
+MOE_API const char* moe_last_error(void);
 
 /* A pool of worker threads. num_threads >= 1 counts the caller: 1 means that moe_pool_run computes in the calling thread alone.
  * cpus: logical CPUs to pin the extra threads to, or NULL. Returns NULL when a variant is not available on this host. */

@@ -1,0 +1,28 @@
+/* The variants of the expert kernel: which are built, which this host can run, which one a pool takes. */
+#ifndef GLM53_CPU_VARIANTS_H_
+#define GLM53_CPU_VARIANTS_H_
+
+#include <stdint.h>
+
+#include <string>
+
+#include "cpu/kernel_ops.h"
+#include "moe_expert.h"
+
+namespace glm53 {
+
+struct Choice {
+  uint32_t variant;
+  const KernelOps* ops; /* NULL: the variant that was asked for cannot run here, and reason says why */
+  std::string reason;
+};
+
+/* A mask of 1 << MoeVariant: what the CPU has and the operating system saves. */
+uint32_t host_features();
+const KernelOps* variant_ops(uint32_t variant);
+/* AUTO takes the fastest variant that gives the scalar kernel's bits in a short self-test. */
+Choice choose_variant(uint32_t requested, uint32_t features);
+
+}  // namespace glm53
+
+#endif /* GLM53_CPU_VARIANTS_H_ */

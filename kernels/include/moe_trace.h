@@ -1,0 +1,42 @@
+/* Windows into the expert arithmetic for golden files and tests. A server needs none of this. */
+#ifndef GLM53_MOE_TRACE_H_
+#define GLM53_MOE_TRACE_H_
+
+#include "moe_expert.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The intermediates of one matrix: `in` inputs, `out` outputs, `rows` rows, row-major. No pointer is NULL. */
+typedef struct MoeLinearTrace {
+  float* v;       /* [rows][in] inputs times suh */
+  float* h;       /* [rows][in] after the Hadamard transform */
+  float* scale;   /* [rows][in / 128] */
+  int16_t* q;     /* [rows][in] */
+  float* z;       /* [rows][out] sums, before the output transform */
+  float* out;     /* [rows][out] result of the matrix */
+} MoeLinearTrace;
+
+typedef struct MoeTrace {
+  MoeLinearTrace gate; /* untouched when the expert has no gate matrix */
+  MoeLinearTrace up;
+  MoeLinearTrace down;
+  float* a; /* [rows][inter] input of the down matrix */
+} MoeTrace;
+
+/* Evaluates one task of 1..MOE_MAX_ROWS rows in the calling thread and leaves every intermediate in trace, besides the result. */
+MOE_API int moe_trace(uint32_t variant, const MoeTask* task, const MoeTrace* trace);
+/* y[i] = exp_(x[i]). */
+MOE_API void moe_exp(const float* x, float* y, size_t count);
+/* Step 7 on count values (a multiple of 128) with a variant's code; g is NULL for an expert without a gate. */
+MOE_API int moe_activate(uint32_t variant, uint32_t activation, float limit, const float* g, const float* u, float* a, size_t count);
+/* Which variant a pool would take on a host with these features, and why: features is a mask of 1 << MoeVariant. Writes at most
+ * reason_size bytes with the terminator. */
+MOE_API uint32_t moe_explain_choice(uint32_t features, char* reason, size_t reason_size);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* GLM53_MOE_TRACE_H_ */
