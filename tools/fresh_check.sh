@@ -2,7 +2,7 @@
 # Proves the two commands of the README on a machine where nothing was installed by hand: an empty Debian 12 in a chroot that has
 # git and make, and nothing else. Needs root, mmdebstrap and about 6 GB of disk. Takes the committed HEAD, not the working tree.
 #
-#   tools/fresh_check.sh [serve|test|all]
+#   tools/fresh_check.sh [setup|serve|test|all]
 set -euo pipefail
 what=${1:-all}
 [ "$(id -u)" -eq 0 ] || { echo "fresh_check needs root (chroot)" >&2; exit 1; }
@@ -40,6 +40,11 @@ while read -r folder; do [ -d "$folder" ] && [ "$folder" != "/etc/ssl" ] && bind
 git clone -q "$top" "$root/root/glm53-offload"
 in_root() { env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin TERM=dumb $(env | grep -E '^(PIP_|https?_proxy=|HTTPS?_PROXY=|no_proxy=)' || true) chroot "$root" bash -c "$1"; }
 
+if [ "$what" = setup ]; then
+  in_root "cd /root/glm53-offload && make setup-dev"
+  echo "== make setup-dev: OK"
+  exit 0
+fi
 if [ "$what" != test ]; then
   echo "== make serve"
   in_root "cd /root/glm53-offload && (make serve > serve.log 2>&1 & echo \$! > serve.pid)"
