@@ -82,7 +82,8 @@ void transform_outputs(float* weights, const uint16_t* svh, uint32_t in_features
 
 }  // namespace
 
-extern "C" int exl3_decode(const uint16_t* trellis, uint32_t in_features, uint32_t out_features, uint32_t k, uint32_t codebook, float* out) try {
+extern "C" int exl3_decode(const uint16_t* trellis, uint32_t in_features, uint32_t out_features, uint32_t k, uint32_t codebook,
+                           float* out) try {
   if (check_linear(trellis, in_features, out_features, k, codebook, out) != 0) return -1;
   const FloatStateGuard guard;
   decode(trellis, in_features, out_features, k, codebook, out);
@@ -91,8 +92,8 @@ extern "C" int exl3_decode(const uint16_t* trellis, uint32_t in_features, uint32
   return fail("out of memory in exl3_decode");
 }
 
-extern "C" int exl3_dequantize(const uint16_t* trellis, const uint16_t* suh, const uint16_t* svh, uint32_t in_features, uint32_t out_features, uint32_t k,
-                               uint32_t codebook, float* out) try {
+extern "C" int exl3_dequantize(const uint16_t* trellis, const uint16_t* suh, const uint16_t* svh, uint32_t in_features,
+                               uint32_t out_features, uint32_t k, uint32_t codebook, float* out) try {
   if (check_linear(trellis, in_features, out_features, k, codebook, out) != 0) return -1;
   if (suh == nullptr || svh == nullptr) return fail("suh and svh must not be NULL");
   if (in_features % kBlock != 0) return fail("in_features = %u is not a multiple of 128", in_features);

@@ -84,9 +84,7 @@ class Evaluation {
   }
 
  private:
-  const uint16_t* part(uint32_t offset) const {
-    return reinterpret_cast<const uint16_t*>(static_cast<const char*>(task_.record) + offset);
-  }
+  const uint16_t* part(uint32_t offset) const { return reinterpret_cast<const uint16_t*>(static_cast<const char*>(task_.record) + offset); }
 
   void prepare_inputs(const LinearParts* gate, const LinearParts& up) {
     const size_t value_bytes = task_.x_dtype == MOE_DTYPE_F16 ? 2 : 4;
@@ -117,8 +115,18 @@ class Evaluation {
 
   /* Steps 4-6 of one band for all rows, into out [rows][128]. */
   void linear_band(const LinearParts& linear, const Workspace::Quantised& from, uint32_t band, float* out, const MoeLinearTrace* trace) {
-    const BandArgs args = {part(linear.trellis), linear.in_features / kBlock, linear.out_features / 16u, linear.k, shape_.codebook, band, rows_,
-                           from.q,               from.scale,                  from.sum,                  out,      ws_.band_scratch_};
+    const BandArgs args = {part(linear.trellis),
+                           linear.in_features / kBlock,
+                           linear.out_features / 16u,
+                           linear.k,
+                           shape_.codebook,
+                           band,
+                           rows_,
+                           from.q,
+                           from.scale,
+                           from.sum,
+                           out,
+                           ws_.band_scratch_};
     ops_.band(args);
     const uint16_t* svh = part(linear.svh) + band * kBlock;
     const uint16_t* bias = linear.bias == MOE_ABSENT ? nullptr : part(linear.bias) + band * kBlock;

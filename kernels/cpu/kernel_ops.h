@@ -14,8 +14,8 @@ struct BandArgs {
   uint32_t out_tiles;      /* outputs / 16 */
   uint32_t k;
   uint32_t codebook;
-  uint32_t band; /* columns band * 128 .. + 127 */
-  uint32_t rows; /* 1..MOE_MAX_ROWS */
+  uint32_t band;      /* columns band * 128 .. + 127 */
+  uint32_t rows;      /* 1..MOE_MAX_ROWS */
   const int16_t* q;   /* [rows][in_blocks * 128] quantised inputs */
   const float* scale; /* [rows][in_blocks] */
   const int32_t* sum; /* [rows][in_blocks] sum of q over the block */
@@ -32,7 +32,8 @@ struct BlockTrace {
 
 struct KernelOps {
   /* Steps 1-3 on one block of 128 inputs. x: MoeDtype values; suh: fp16 bits. */
-  void (*prepare_block)(const void* x, uint32_t x_dtype, const uint16_t* suh, int16_t* q, float* scale, int32_t* sum, const BlockTrace* trace);
+  void (*prepare_block)(const void* x, uint32_t x_dtype, const uint16_t* suh, int16_t* q, float* scale, int32_t* sum,
+                        const BlockTrace* trace);
   /* Steps 4-5 for one band. */
   void (*band)(const BandArgs& args);
   /* Step 6 on one block of 128 outputs. bias: fp16 bits or NULL. out may be z. */

@@ -48,7 +48,7 @@ static inline uint16_t float_to_half(float value) {
   const uint32_t bits = float_bits(value);
   const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
   const uint32_t magnitude = bits & 0x7FFFFFFFu;
-  if (magnitude < 0x38800000u) {                                       /* below 2^-14: subnormal */
+  if (magnitude < 0x38800000u) {                                     /* below 2^-14: subnormal */
     const float steps = nearbyintf(bits_float(magnitude) * 0x1p24f); /* exact scaling, one rounding */
     return static_cast<uint16_t>(sign | static_cast<uint16_t>(steps));
   }

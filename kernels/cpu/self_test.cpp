@@ -48,7 +48,8 @@ void fill_scales(Sample& sample, Random& random, uint32_t offset, uint32_t count
 
 bool make_sample(Sample& sample, uint32_t k, uint32_t codebook) {
   MoeExpertShape& s = sample.shape;
-  if (moe_shape_init(&s, kHidden, kInter, k, k, k, codebook, MOE_ACT_SILU, 10.0f, 0, 0) != 0 || s.record_bytes > kMaxRecordBytes) return false;
+  if (moe_shape_init(&s, kHidden, kInter, k, k, k, codebook, MOE_ACT_SILU, 10.0f, 0, 0) != 0 || s.record_bytes > kMaxRecordBytes)
+    return false;
   Random random;
   for (uint32_t i = 0; i < s.gate_suh; ++i) sample.record[i] = static_cast<uint8_t>(random.next());
   fill_scales(sample, random, s.gate_suh, kHidden);

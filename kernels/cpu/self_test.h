@@ -6,8 +6,8 @@
 namespace glm53 {
 
 struct SelfTest {
-  bool same_bits;       /* every codebook, 1 and 8 rows: output equals the scalar kernel's */
-  double scalar_us;     /* best time of one row through a 256 x 128 MUL1 expert at 3 bits */
+  bool same_bits;   /* every codebook, 1 and 8 rows: output equals the scalar kernel's */
+  double scalar_us; /* best time of one row through a 256 x 128 MUL1 expert at 3 bits */
   double candidate_us;
 };
 

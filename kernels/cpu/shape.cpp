@@ -23,20 +23,22 @@ uint64_t trellis_bytes(uint32_t in_features, uint32_t out_features, uint32_t k) 
 int check_dims(const MoeExpertShape& s) {
   if (s.hidden == 0 || s.hidden % kBlock != 0) return fail("hidden = %u is not a positive multiple of 128", s.hidden);
   if (s.inter == 0 || s.inter % kBlock != 0) return fail("inter = %u is not a positive multiple of 128", s.inter);
-  if (!is_gateless(s) && (s.k_gate < 1 || s.k_gate > kMaxBits)) return fail("k_gate = %u bits per weight is not supported (1..8)", s.k_gate);
+  if (!is_gateless(s) && (s.k_gate < 1 || s.k_gate > kMaxBits))
+    return fail("k_gate = %u bits per weight is not supported (1..8)", s.k_gate);
   if (s.k_up < 1 || s.k_up > kMaxBits) return fail("k_up = %u bits per weight is not supported (1..8)", s.k_up);
   if (s.k_down < 1 || s.k_down > kMaxBits) return fail("k_down = %u bits per weight is not supported (1..8)", s.k_down);
   if (s.codebook > MOE_CODEBOOK_MUL1) return fail("codebook %u is not known (0 = 3INST, 1 = MCG, 2 = MUL1)", s.codebook);
   if (s.activation > MOE_ACT_RELU2) return fail("activation %u is not known (0 = silu, 1 = gelu, 2 = swiglu_oai, 3 = relu2)", s.activation);
   if (is_gateless(s) && s.activation == MOE_ACT_SWIGLU_OAI) return fail("activation swiglu_oai needs a gate matrix");
-  if (!(s.act_limit >= 0.0f) || isinf(s.act_limit)) return fail("act_limit = %g is not a finite number >= 0", static_cast<double>(s.act_limit));
+  if (!(s.act_limit >= 0.0f) || isinf(s.act_limit))
+    return fail("act_limit = %g is not a finite number >= 0", static_cast<double>(s.act_limit));
   return 0;
 }
 
 int check_part(const MoeExpertShape& s, const char* name, uint32_t offset, uint64_t bytes) {
   if (offset % 64u != 0 || offset + bytes > s.record_bytes) {
-    return fail("%s: %llu bytes at offset %u are not 64-byte aligned inside a record of %u bytes", name, static_cast<unsigned long long>(bytes), offset,
-                s.record_bytes);
+    return fail("%s: %llu bytes at offset %u are not 64-byte aligned inside a record of %u bytes", name,
+                static_cast<unsigned long long>(bytes), offset, s.record_bytes);
   }
   return 0;
 }
@@ -63,10 +65,11 @@ class Cursor {
   uint64_t next_ = 0;
 };
 
-#define SHAPE_FIELDS(FIELD)                                                                                                              \
-  FIELD(hidden) FIELD(inter) FIELD(record_bytes) FIELD(k_gate) FIELD(k_up) FIELD(k_down) FIELD(codebook) FIELD(activation) FIELD(reserved) \
-  FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis) FIELD(down_trellis) FIELD(gate_suh) FIELD(gate_svh) FIELD(up_suh) FIELD(up_svh)   \
-  FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) FIELD(up_bias) FIELD(down_bias)
+#define SHAPE_FIELDS(FIELD)                                                                                                    \
+  FIELD(hidden)                                                                                                                \
+  FIELD(inter) FIELD(record_bytes) FIELD(k_gate) FIELD(k_up) FIELD(k_down) FIELD(codebook) FIELD(activation) FIELD(reserved)   \
+      FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis) FIELD(down_trellis) FIELD(gate_suh) FIELD(gate_svh) FIELD(up_suh) \
+          FIELD(up_svh) FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) FIELD(up_bias) FIELD(down_bias)
 #define TASK_FIELDS(FIELD) FIELD(shape) FIELD(record) FIELD(x) FIELD(x_rows) FIELD(out) FIELD(out_rows) FIELD(num_rows) FIELD(x_dtype)
 
 std::string describe_layout() {
@@ -89,13 +92,18 @@ std::string describe_layout() {
 
 namespace glm53 {
 
-LinearParts gate_parts(const MoeExpertShape& s) { return {"gate", s.hidden, s.inter, s.k_gate, s.gate_trellis, s.gate_suh, s.gate_svh, s.gate_bias}; }
+LinearParts gate_parts(const MoeExpertShape& s) {
+  return {"gate", s.hidden, s.inter, s.k_gate, s.gate_trellis, s.gate_suh, s.gate_svh, s.gate_bias};
+}
 LinearParts up_parts(const MoeExpertShape& s) { return {"up", s.hidden, s.inter, s.k_up, s.up_trellis, s.up_suh, s.up_svh, s.up_bias}; }
-LinearParts down_parts(const MoeExpertShape& s) { return {"down", s.inter, s.hidden, s.k_down, s.down_trellis, s.down_suh, s.down_svh, s.down_bias}; }
+LinearParts down_parts(const MoeExpertShape& s) {
+  return {"down", s.inter, s.hidden, s.k_down, s.down_trellis, s.down_suh, s.down_svh, s.down_bias};
+}
 
 int check_shape(const MoeExpertShape& s) {
   if (check_dims(s) != 0) return -1;
-  if (s.record_bytes == 0 || s.record_bytes % kPage != 0) return fail("record_bytes = %u is not a positive multiple of 4096", s.record_bytes);
+  if (s.record_bytes == 0 || s.record_bytes % kPage != 0)
+    return fail("record_bytes = %u is not a positive multiple of 4096", s.record_bytes);
   if (!is_gateless(s) && check_linear_parts(s, gate_parts(s)) != 0) return -1;
   if (check_linear_parts(s, up_parts(s)) != 0) return -1;
   return check_linear_parts(s, down_parts(s));
@@ -103,8 +111,8 @@ int check_shape(const MoeExpertShape& s) {
 
 }  // namespace glm53
 
-extern "C" int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down, uint32_t codebook,
-                              uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias) {
+extern "C" int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down,
+                              uint32_t codebook, uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias) {
   if (shape == nullptr) return fail("shape must not be NULL");
   for (const uint32_t small : {k_gate, k_up, k_down, codebook, activation}) {
     if (small > 255u) return fail("a bit count, codebook or activation of %u is not supported", small);

@@ -65,11 +65,13 @@ Choice choose_variant(uint32_t requested, uint32_t features) {
   const bool has_avx2 = features & 1u << MOE_VARIANT_AVX2;
   if (requested == MOE_VARIANT_SCALAR) return scalar_choice("requested");
   if (requested == MOE_VARIANT_AUTO) {
-    return has_avx2 ? choose_avx2(false) : scalar_choice("this host has no AVX2 with FMA and F16C, or its system does not save their registers");
+    return has_avx2 ? choose_avx2(false)
+                    : scalar_choice("this host has no AVX2 with FMA and F16C, or its system does not save their registers");
   }
   if (requested >= kNumVariants) return {requested, nullptr, "variant " + std::to_string(requested) + " is not known"};
   if (variant_ops(requested) == nullptr) return {requested, nullptr, std::string("variant ") + kNames[requested] + " is not built"};
-  if (!has_avx2) return {requested, nullptr, std::string("variant ") + kNames[requested] + " cannot run: this host has no AVX2 with FMA and F16C"};
+  if (!has_avx2)
+    return {requested, nullptr, std::string("variant ") + kNames[requested] + " cannot run: this host has no AVX2 with FMA and F16C"};
   return choose_avx2(true);
 }
 
@@ -92,7 +94,8 @@ extern "C" uint32_t moe_explain_choice(uint32_t features, char* reason, size_t r
 
 extern "C" int moe_trace(uint32_t variant, const MoeTask* task, const MoeTrace* trace) {
   if (task == nullptr || trace == nullptr) return fail("task and trace must not be NULL");
-  if (variant == MOE_VARIANT_AUTO || !moe_variant_available(variant)) return fail("variant %s is not available here", moe_variant_name(variant));
+  if (variant == MOE_VARIANT_AUTO || !moe_variant_available(variant))
+    return fail("variant %s is not available here", moe_variant_name(variant));
   if (task->num_rows < 1 || task->num_rows > MOE_MAX_ROWS) return fail("num_rows = %u is not in 1..8", task->num_rows);
   if (check_task(*task) != 0) return -1;
   Workspace workspace;
@@ -108,7 +111,8 @@ extern "C" void moe_exp(const float* x, float* y, size_t count) {
 }
 
 extern "C" int moe_activate(uint32_t variant, uint32_t activation, float limit, const float* g, const float* u, float* a, size_t count) {
-  if (variant == MOE_VARIANT_AUTO || !moe_variant_available(variant)) return fail("variant %s is not available here", moe_variant_name(variant));
+  if (variant == MOE_VARIANT_AUTO || !moe_variant_available(variant))
+    return fail("variant %s is not available here", moe_variant_name(variant));
   if (count % kBlock != 0) return fail("count is not a multiple of 128");
   const FloatStateGuard guard;
   for (size_t i = 0; i < count; i += kBlock) {

@@ -21,7 +21,14 @@ extern "C" {
 enum MoeCodebook { MOE_CODEBOOK_3INST = 0, MOE_CODEBOOK_MCG = 1, MOE_CODEBOOK_MUL1 = 2 };
 enum MoeActivation { MOE_ACT_SILU = 0, MOE_ACT_GELU = 1, MOE_ACT_SWIGLU_OAI = 2, MOE_ACT_RELU2 = 3 };
 enum MoeDtype { MOE_DTYPE_F32 = 0, MOE_DTYPE_F16 = 1 };
-enum MoeVariant { MOE_VARIANT_AUTO = 0, MOE_VARIANT_SCALAR = 1, MOE_VARIANT_AVX2 = 2, MOE_VARIANT_AVX512BW = 3, MOE_VARIANT_AVX512VBMI = 4, MOE_VARIANT_AVXVNNI = 5 };
+enum MoeVariant {
+  MOE_VARIANT_AUTO = 0,
+  MOE_VARIANT_SCALAR = 1,
+  MOE_VARIANT_AVX2 = 2,
+  MOE_VARIANT_AVX512BW = 3,
+  MOE_VARIANT_AVX512VBMI = 4,
+  MOE_VARIANT_AVXVNNI = 5
+};
 
 /* Offset value of a part that the record does not have (a bias). */
 #define MOE_ABSENT 0xFFFFFFFFu
@@ -30,14 +37,14 @@ enum MoeVariant { MOE_VARIANT_AUTO = 0, MOE_VARIANT_SCALAR = 1, MOE_VARIANT_AVX2
 /* Where the parts of one expert lie inside its record and how they are to be read. Fixed width: it is stored in shared memory.
  * Trellis parts are uint16 [in/16][out/16][16*K] in native tile order; scale parts fp16 [in] (suh) and [out] (svh); biases fp16 [out]. */
 typedef struct MoeExpertShape {
-  uint32_t hidden;       /* model width, a multiple of 128 */
-  uint32_t inter;        /* expert width, a multiple of 128 */
-  uint32_t record_bytes; /* stride of a record, a multiple of 4096 */
+  uint32_t hidden;              /* model width, a multiple of 128 */
+  uint32_t inter;               /* expert width, a multiple of 128 */
+  uint32_t record_bytes;        /* stride of a record, a multiple of 4096 */
   uint8_t k_gate, k_up, k_down; /* bits per weight, 1..8 */
   uint8_t codebook;             /* MoeCodebook */
   uint8_t activation;           /* MoeActivation */
   uint8_t reserved[3];
-  float act_limit; /* 0 = no clamp */
+  float act_limit;                                 /* 0 = no clamp */
   uint32_t gate_trellis, up_trellis, down_trellis; /* byte offsets in the record; gate_* = MOE_ABSENT when gateless */
   uint32_t gate_suh, gate_svh, up_suh, up_svh, down_suh, down_svh;
   uint32_t gate_bias, up_bias, down_bias; /* MOE_ABSENT when there is none */
@@ -57,8 +64,8 @@ typedef struct MoeTask {
 
 /* Fills record offsets and record_bytes for an expert of the given dims (trellis parts first, then scales, then biases), 0 on success,
  * -1 when a dimension, K or codebook is not supported. */
-MOE_API int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down, uint32_t codebook,
-                           uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias);
+MOE_API int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down,
+                           uint32_t codebook, uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias);
 /* 0 when the shape's fields are known and its parts lie 64-byte aligned inside the record, else -1: for a shape read from shared memory. */
 MOE_API int moe_shape_check(const MoeExpertShape* shape);
 /* "struct.field=offset:size" a line for the structs above ("struct.=0:size" is the whole): bindings compare their mirror with it. */
@@ -84,8 +91,8 @@ MOE_API const char* moe_variant_name(uint32_t variant);
 /* EXL3 trellis -> fp32 weights [in][out] (what the GPU decodes, fp16 values widened), no scales. */
 MOE_API int exl3_decode(const uint16_t* trellis, uint32_t in_features, uint32_t out_features, uint32_t k, uint32_t codebook, float* out);
 /* The dense weight diag(suh) H W H diag(svh) as fp32 [in][out]. suh, svh: fp16 bits. */
-MOE_API int exl3_dequantize(const uint16_t* trellis, const uint16_t* suh, const uint16_t* svh, uint32_t in_features, uint32_t out_features, uint32_t k,
-                            uint32_t codebook, float* out);
+MOE_API int exl3_dequantize(const uint16_t* trellis, const uint16_t* suh, const uint16_t* svh, uint32_t in_features, uint32_t out_features,
+                            uint32_t k, uint32_t codebook, float* out);
 
 #ifdef __cplusplus
 }

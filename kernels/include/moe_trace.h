@@ -10,12 +10,12 @@ extern "C" {
 
 /* The intermediates of one matrix: `in` inputs, `out` outputs, `rows` rows, row-major. No pointer is NULL. */
 typedef struct MoeLinearTrace {
-  float* v;       /* [rows][in] inputs times suh */
-  float* h;       /* [rows][in] after the Hadamard transform */
-  float* scale;   /* [rows][in / 128] */
-  int16_t* q;     /* [rows][in] */
-  float* z;       /* [rows][out] sums, before the output transform */
-  float* out;     /* [rows][out] result of the matrix */
+  float* v;     /* [rows][in] inputs times suh */
+  float* h;     /* [rows][in] after the Hadamard transform */
+  float* scale; /* [rows][in / 128] */
+  int16_t* q;   /* [rows][in] */
+  float* z;     /* [rows][out] sums, before the output transform */
+  float* out;   /* [rows][out] result of the matrix */
 } MoeLinearTrace;
 
 typedef struct MoeTrace {

@@ -156,8 +156,8 @@ class ExpertShape(ctypes.Structure):
     def write_record(self, record: npt.NDArray[np.uint8], tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         """Copies an expert's tensors into a record and zeroes the gaps.
 
-        tensors: exactly the names of `parts()`; a trellis may be int16. Raises ValueError naming a tensor that is missing, unknown or of the
-        wrong shape or dtype.
+        tensors: exactly the names of `parts()`; a trellis may be int16.
+        Raises ValueError naming a tensor that is missing, unknown or of the wrong shape or dtype.
         """
         parts = self.parts()
         for name in tensors.keys() - parts.keys():
@@ -198,8 +198,8 @@ class _Task(ctypes.Structure):
 class ExpertTask:
     """One expert evaluated for some rows: out[out_rows[i]] = expert(x[x_rows[i]]), not weighted.
 
-    record: uint8, at least shape.record_bytes, 64-byte aligned. x: fp32 or fp16 [*, hidden]. out: fp32 [*, hidden]. Rows default to 0, 1, 2, ...
-    Tasks of one call must not write the same row of out.
+    record: uint8, at least shape.record_bytes, 64-byte aligned. x: fp32 or fp16 [*, hidden]. out: fp32 [*, hidden].
+    Rows default to 0, 1, 2, ... Tasks of one call must not write the same row of out.
     """
 
     shape: ExpertShape
@@ -225,8 +225,9 @@ class ExpertPool:
     def __init__(self, variant: str = "auto", threads: int = 1, cpus: Sequence[int] | None = None) -> None:
         """Starts the pool.
 
-        variant: "auto" or a name of `variants()`. threads: counts the caller, so 1 computes in the calling thread alone. cpus: logical CPUs for
-        the other threads. Raises ValueError when the variant is unknown or cannot run here, or a CPU does not exist.
+        variant: "auto" or a name of `variants()`. threads: counts the caller, so 1 computes in the calling thread alone.
+        cpus: logical CPUs for the other threads.
+        Raises ValueError when the variant is unknown or cannot run here, or a CPU does not exist.
         """
         self._handle: int | None = None
         self._library = _signatures()

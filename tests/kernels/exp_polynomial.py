@@ -7,6 +7,8 @@ The first two coefficients stay exactly 1, so that exp_(0) is 1 and small argume
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import numpy.typing as npt
 
@@ -47,11 +49,13 @@ def _alternation(grid: npt.NDArray[np.float64], error: npt.NDArray[np.float64]) 
     return np.array([grid[piece[np.argmax(np.abs(error[piece]))]] for piece in pieces])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the constants."""
     values, worst = fit()
-    rounded = values.astype(np.float32)
-    for index, value in enumerate(rounded, start=2):
-        print(f"c{index} = {float(value).hex()} ({float(value)!r})")
-    print(f"largest relative error of the polynomial: {worst:.3e}, after rounding to fp32:", end=" ")
-    dense = np.linspace(-HALF_WIDTH, HALF_WIDTH, 200_001)
-    print(f"{np.abs(_relative_error(rounded.astype(np.float64), dense)).max():.3e}")
+    for index, value in enumerate(values.astype(np.float32), start=2):
+        sys.stdout.write(f"c{index} = {float(value).hex()} ({float(value)!r})\n")
+    sys.stdout.write(f"largest relative error of the polynomial before rounding its coefficients: {worst:.3e}\n")
+
+
+if __name__ == "__main__":
+    main()
