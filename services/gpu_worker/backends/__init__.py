@@ -1,0 +1,1 @@
+"""Backends: what computes logits. `base.Backend` is all that the engine knows."""

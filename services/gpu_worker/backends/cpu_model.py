@@ -1,0 +1,279 @@
+"""The forward pass of glm5_next on the CPU: the dense part in kernels/cpu/text_ops*, the routed experts wherever the tier engine puts them.
+
+It computes what transformers' glm5_next computes (within 1e-3 in the logits, which tests hold it to) with one difference that the
+checkpoint format asks for: SwiGLU clamps after the activation. Selecting keys by the indexer is left out, because the served context never
+exceeds index_topk, where the selection keeps every key.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.python import text_ops
+from services.gpu_worker.backends.cpu_state import StreamState, layer_pointers
+from services.gpu_worker.backends.cpu_weights import KdaLayer, Layer, MlaLayer, Mlp, Moe, Packed, TextWeights
+
+Array = NDArray[np.float32]
+
+
+class RoutedExperts(Protocol):
+    """What evaluates the routed experts: kernels.python.tier.TierEngine, or a test's own arithmetic."""
+
+    def forward(self, layer: int, x: Array, sel: NDArray[np.int64], weights: Array, prefill: bool, out: Array) -> None:
+        """out[t] = sum_k weights[t, k] * expert[sel[t, k]](x[t]).
+
+        Args:
+            layer: the arena's layer index.
+            x: fp32 [tokens, hidden].
+            sel: int64 [tokens, top_k].
+            weights: fp32 [tokens, top_k].
+            prefill: more than decode steps: the CPU lane stays out.
+            out: fp32 [tokens, hidden], written.
+        """
+        ...
+
+
+class Buffer:
+    """Scratch memory whose address is looked up once."""
+
+    __slots__ = ("address", "array")
+
+    def __init__(self, *shape: int, dtype: type = np.float32) -> None:
+        self.array: NDArray[np.float32] = np.zeros(shape, dtype)
+        self.address = text_ops.address(self.array)
+
+
+class Workspace:
+    """Scratch for a pass of up to `tokens` rows."""
+
+    def __init__(self, weights: TextWeights, tokens: int) -> None:
+        config = weights.config
+        streams, hidden = config.hc_mult, config.hidden_size
+        kda = config.linear_num_heads * config.linear_head_dim
+        heads = config.num_attention_heads
+        wide_in = max([layer.attention.inputs.outputs for layer in weights.layers])
+        inter = max(config.intermediate_size, config.moe_intermediate_size * config.n_shared_experts)
+        self.tokens = tokens
+        self.streams = Buffer(tokens, streams, hidden)
+        self.post = Buffer(tokens, streams)
+        self.comb = Buffer(tokens, streams, streams)
+        self.x = Buffer(tokens, hidden)
+        self.y = Buffer(tokens, hidden)
+        self.proj = Buffer(tokens, wide_in)
+        self.forget = Buffer(tokens, kda)
+        self.gate = Buffer(tokens, kda)
+        self.query = Buffer(tokens, heads * config.qk_nope_head_dim)
+        self.key_value = Buffer(tokens, heads * (config.qk_nope_head_dim + config.v_head_dim))
+        self.mixed = Buffer(tokens, max(kda, heads * config.v_head_dim))
+        self.gate_up = Buffer(tokens, 2 * inter)
+        self.inner = Buffer(tokens, inter)
+        self.selected = Buffer(tokens, config.num_experts_per_tok, dtype=np.int64)
+        self.weights = Buffer(tokens, config.num_experts_per_tok)
+        self.routed = Buffer(tokens, hidden)
+        # Views for the router's results, typed for the tier engine.
+        self.selected_rows: NDArray[np.int64] = self.selected.array.view(np.int64)
+
+
+class Segments:
+    """Where the rows of a pass belong: per stream its new tokens, its past and the addresses of its state."""
+
+    def __init__(self, states: Sequence[StreamState], tokens: NDArray[np.int64]) -> None:
+        self.num = len(states)
+        self.tokens = tokens
+        self.past = np.array([state.length for state in states], np.int64)
+        self.tokens_address = text_ops.address(self.tokens)
+        self.past_address = text_ops.address(self.past)
+        self._tables = [layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "keys", "values")]
+        self._bases = [text_ops.address(table) for table in self._tables]
+
+    def pointers(self, which: int, layer: int) -> int:
+        """Address of the pointer row of `layer` for conv (0), recurrent (1), keys (2) or values (3)."""
+        return self._bases[which] + layer * self.num * 8
+
+
+class CpuTextModel:
+    """Forward passes over streams.
+
+    Args:
+        weights: the packed dense part.
+        experts: evaluates the routed experts.
+        max_tokens: most rows in one pass.
+    """
+
+    def __init__(self, weights: TextWeights, experts: RoutedExperts, max_tokens: int) -> None:
+        self.weights = weights
+        self.config = weights.config
+        self.max_tokens = max_tokens
+        self.progress = 0  # layers computed since the start: what a watchdog looks at
+        self._experts = experts
+        self._ops = text_ops.functions()
+        self._work = Workspace(weights, max_tokens)
+
+    def forward(
+        self, states: Sequence[StreamState], token_ids: Sequence[Sequence[int]], *, prefill: bool, all_logits: bool = False
+    ) -> Array:
+        """Appends tokens to streams.
+
+        Args:
+            states: the streams.
+            token_ids: for each stream at least one token.
+            prefill: the routed experts' CPU lane stays out.
+            all_logits: logits of every row instead of each stream's last.
+
+        Returns:
+            fp32 [rows, vocab_size], a new array.
+
+        Raises:
+            ValueError: more rows than `max_tokens`, or a stream's context is full. The states are unchanged.
+        """
+        counts = np.array([len(ids) for ids in token_ids], np.int64)
+        total = int(counts.sum())
+        if not 0 < total <= self.max_tokens or counts.min() < 1:
+            raise ValueError(f"a pass takes 1..{self.max_tokens} tokens and at least one per stream, got {counts.tolist()}")
+        for state, count in zip(states, counts, strict=True):
+            state.reserve(int(count))
+        ids = np.concatenate([np.asarray(t, np.int64) for t in token_ids])
+        self._work.streams.array[:total] = self.weights.embed[ids][:, None, :]
+        segments = Segments(states, counts)
+        for layer in self.weights.layers:
+            self._layer(layer, segments, total, prefill)
+            self.progress += 1
+        for state, count in zip(states, counts, strict=True):
+            state.length += int(count)
+        rows = np.arange(total) if all_logits else np.cumsum(counts) - 1
+        return self._logits(rows)
+
+    def _layer(self, layer: Layer, segments: Segments, total: int, prefill: bool) -> None:
+        ops, work, config = self._ops, self._work, self.config
+        streams, post, comb = work.streams.address, work.post.address, work.comb.address
+        ops.text_hyper_mix(ctypes.addressof(layer.attn_site), streams, total, work.x.address, post, comb)
+        if isinstance(layer.attention, KdaLayer):
+            self._kda(layer.attention, segments, total)
+        else:
+            self._mla(layer.attention, segments, total)
+        ops.text_hyper_apply(config.hc_mult, config.hidden_size, post, comb, work.y.address, None, streams, total)
+        ops.text_hyper_mix(ctypes.addressof(layer.ffn_site), streams, total, work.x.address, post, comb)
+        if isinstance(layer.mlp, Moe):
+            self._moe(layer.mlp, total, prefill)
+            second = work.routed.address
+        else:
+            self._mlp(layer.mlp, total)
+            second = None
+        ops.text_hyper_apply(config.hc_mult, config.hidden_size, post, comb, work.y.address, second, streams, total)
+
+    def _linear(self, packed: Packed, x: int, ldx: int, y: int, ldy: int, total: int) -> None:
+        self._ops.text_linear(x, ldx, packed.address, packed.inputs, packed.outputs, y, ldy, total)
+
+    def _kda(self, layer: KdaLayer, segments: Segments, total: int) -> None:
+        work, config = self._work, self.config
+        dim, width = config.linear_head_dim, config.linear_num_heads * config.linear_head_dim
+        ld = layer.inputs.outputs
+        proj = work.proj.address
+        forget, gate = proj + 4 * 3 * width, proj + 4 * (3 * width + dim)
+        self._linear(layer.inputs, work.x.address, config.hidden_size, proj, ld, total)
+        self._linear(layer.forget, forget, ld, work.forget.address, width, total)
+        self._linear(layer.gate, gate, ld, work.gate.address, width, total)
+        self._ops.text_kda(
+            ctypes.addressof(layer.weights),
+            proj,
+            ld,
+            work.forget.address,
+            width,
+            gate + 4 * dim,
+            ld,
+            work.gate.address,
+            width,
+            segments.tokens_address,
+            segments.num,
+            segments.pointers(0, layer.index),
+            segments.pointers(1, layer.index),
+            work.mixed.address,
+        )
+        self._linear(layer.out, work.mixed.address, width, work.y.address, config.hidden_size, total)
+
+    def _mla(self, layer: MlaLayer, segments: Segments, total: int) -> None:
+        work, config, ops = self._work, self.config, self._ops
+        heads, key_dim, value_dim = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+        ld, q_rank, kv_rank = layer.inputs.outputs, config.q_lora_rank, config.kv_lora_rank
+        q_a, kv_a = work.proj.address, work.proj.address + 4 * q_rank
+        self._linear(layer.inputs, work.x.address, config.hidden_size, q_a, ld, total)
+        ops.text_rms_norm(q_a, ld, layer.q_norm.ctypes.data, config.rms_norm_eps, q_rank, q_a, ld, total)
+        ops.text_rms_norm(kv_a, ld, layer.kv_norm.ctypes.data, config.rms_norm_eps, kv_rank, kv_a, ld, total)
+        self._linear(layer.q_b, q_a, ld, work.query.address, heads * key_dim, total)
+        self._linear(layer.kv_b, kv_a, ld, work.key_value.address, heads * (key_dim + value_dim), total)
+        ops.text_mla(
+            heads,
+            key_dim,
+            value_dim,
+            key_dim**-0.5,
+            work.query.address,
+            work.key_value.address,
+            segments.tokens_address,
+            segments.past_address,
+            segments.num,
+            segments.pointers(2, layer.index),
+            segments.pointers(3, layer.index),
+            work.mixed.address,
+        )
+        self._linear(layer.out, work.mixed.address, heads * value_dim, work.y.address, config.hidden_size, total)
+
+    def _mlp(self, mlp: Mlp, total: int) -> None:
+        work, hidden = self._work, self.config.hidden_size
+        self._linear(mlp.gate_up, work.x.address, hidden, work.gate_up.address, 2 * mlp.inter, total)
+        self._swiglu(mlp.inter, total)
+        self._linear(mlp.down, work.inner.address, mlp.inter, work.y.address, hidden, total)
+
+    def _swiglu(self, inter: int, total: int) -> None:
+        """The one place where dense and shared MLPs activate: the clamp stands AFTER the activation, as the checkpoint's runtime has it.
+
+        transformers clamps the gate before SiLU; the two differ only where a gate exceeds swiglu_limit.
+        """
+        self._ops.text_swiglu(self._work.gate_up.address, inter, self.config.swiglu_limit, self._work.inner.address, total)
+
+    def _moe(self, moe: Moe, total: int, prefill: bool) -> None:
+        work, config = self._work, self.config
+        self._ops.text_route(
+            work.x.address,
+            moe.gate.address,
+            moe.bias.ctypes.data,
+            config.hidden_size,
+            moe.gate.outputs,
+            config.num_experts_per_tok,
+            config.routed_scaling_factor,
+            int(config.norm_topk_prob),
+            total,
+            work.selected.address,
+            work.weights.address,
+        )
+        self._mlp(moe.shared, total)
+        self._experts.forward(
+            moe.index,
+            work.x.array[:total],
+            work.selected_rows[:total],
+            work.weights.array[:total],
+            prefill,
+            work.routed.array[:total],
+        )
+
+    def _logits(self, rows: NDArray[np.int64]) -> Array:
+        work, config = self._work, self.config
+        count = len(rows)
+        picked = np.ascontiguousarray(work.streams.array[rows])
+        self._ops.text_hyper_head(
+            text_ops.address(picked),
+            config.hc_mult,
+            config.hidden_size,
+            self.weights.norm.ctypes.data,
+            config.rms_norm_eps,
+            work.x.address,
+            count,
+        )
+        head = self.weights.head
+        logits = np.empty((count, head.outputs), np.float32)
+        self._linear(head, work.x.address, config.hidden_size, text_ops.address(logits), head.outputs, count)
+        return logits[:, : config.vocab_size]

@@ -1,0 +1,92 @@
+"""What one stream keeps between forward passes on the CPU: convolution windows, recurrent states, keys and values.
+
+Each stream owns its memory, so joining or leaving a batch moves nothing: a pass is given one pointer per stream and layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.python import text_ops
+from services.gpu_worker.backends.cpu_weights import TextWeights
+
+MIN_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Sizes of a stream's state, in floats."""
+
+    conv: tuple[int, ...]  # [layers, taps - 1, 3 * width]
+    recurrent: tuple[int, ...]  # [layers, heads, dim, dim]
+    mla_layers: int
+    key_floats: int  # per token and layer
+    value_floats: int
+    max_tokens: int
+
+    @staticmethod
+    def of(weights: TextWeights, max_tokens: int) -> StateShape:
+        """The shape for a model and a context of `max_tokens` tokens."""
+        config = weights.config
+        width = config.linear_num_heads * config.linear_head_dim
+        return StateShape(
+            (weights.num_kda, config.linear_conv_kernel_dim - 1, 3 * width),
+            (weights.num_kda, config.linear_num_heads, config.linear_head_dim, config.linear_head_dim),
+            weights.num_mla,
+            config.num_attention_heads * config.qk_nope_head_dim,
+            config.num_attention_heads * config.v_head_dim,
+            max_tokens,
+        )
+
+
+class StreamState:
+    """State of one stream. `length` tokens are stored; room is made by doubling, so growth copies each token a constant number of times."""
+
+    def __init__(self, shape: StateShape) -> None:
+        self.shape = shape
+        self.length = 0
+        self.capacity = 0
+        self.conv = np.zeros(shape.conv, np.float32)
+        self.recurrent = np.zeros(shape.recurrent, np.float32)
+        self.keys: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
+        self.values: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the stream holds."""
+        return self.conv.nbytes + self.recurrent.nbytes + self.keys.nbytes + self.values.nbytes
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room for `num_tokens` more tokens.
+
+        Raises:
+            ValueError: the stream would outgrow its context.
+        """
+        need = self.length + num_tokens
+        if need > self.shape.max_tokens:
+            raise ValueError(f"stream of {need} tokens exceeds the context of {self.shape.max_tokens}")
+        if need <= self.capacity:
+            return
+        capacity = max(MIN_CAPACITY, self.capacity)
+        while capacity < need:
+            capacity *= 2
+        capacity = -(-min(capacity, self.shape.max_tokens) // text_ops.KEY_BLOCK) * text_ops.KEY_BLOCK
+        self.keys = self._grown(self.keys, capacity * self.shape.key_floats)
+        self.values = self._grown(self.values, capacity * self.shape.value_floats)
+        self.capacity = capacity
+
+    @staticmethod
+    def _grown(old: NDArray[np.float32], floats: int) -> NDArray[np.float32]:
+        new = np.zeros((old.shape[0], floats), np.float32)
+        new[:, : old.shape[1]] = old
+        return new
+
+
+def layer_pointers(arrays: list[NDArray[np.float32]]) -> NDArray[np.uint64]:
+    """Addresses of every layer's part: uint64 [layers, streams] for arrays whose first axis is the layer."""
+    first = np.array([a.ctypes.data for a in arrays], np.uint64)
+    strides = np.array([a.strides[0] for a in arrays], np.uint64)
+    return first + np.arange(arrays[0].shape[0], dtype=np.uint64)[:, None] * strides
