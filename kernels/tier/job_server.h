@@ -1,0 +1,104 @@
+// cpu_expert's side of the control region: a state machine that is advanced one protocol action at a time.
+//
+// The run loop and the tests use the same step(): a test can stop the server before any action and let the worker go on.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tier/region.h"
+
+namespace glm53 {
+
+// The action that was done last. kIdle -> kClaimed -> kChecked -> kComputing* -> kComputed -> kFilled -> kPublished -> kPassed -> kIdle;
+// from any state of an ended epoch -> kAcknowledged -> kIdle.
+enum class ServerStep : uint32_t {
+  kIdle = 0,
+  kClaimed,
+  kChecked,
+  kComputing,
+  kComputed,
+  kFilled,
+  kPublished,
+  kPassed,
+  kAcknowledged,
+  kDrained,
+  kQuit
+};
+
+struct ServerOptions {
+  uint32_t variant = MOE_VARIANT_AUTO;
+  uint32_t threads = 1;
+  std::vector<int32_t> cpus;
+  bool beat_thread = true;        // tests beat by hand
+  uint32_t experts_per_step = 0;  // 0: a whole job in one action, which lets the pool spread it over its threads
+  int64_t spin_ns = 20000;        // polling before sleeping
+};
+
+struct ServerCounters {
+  uint64_t jobs = 0, picks = 0, experts = 0, bytes = 0, dropped = 0, stale = 0, bad = 0, acks = 0;
+};
+
+class JobServer {
+ public:
+  // Attaches to both segments, takes the region's lease, and shows itself.
+  JobServer(const std::string& ctl_path, const std::string& arena_path, const ServerOptions& options);
+  ~JobServer();
+
+  // One action. False: there was nothing to do.
+  bool step(uint64_t now_ns);
+  ServerStep state() const { return state_; }
+  // Steps until max_ns passed (kIdle or any), the worker quit (kQuit) or, once drain() was called, everything is served (kDrained).
+  ServerStep run(int64_t max_ns);
+  // Thread-safe: take no more work than what is published, then finish.
+  void drain() { draining_.store(true, std::memory_order_release); }
+  // From now on as if the process had been killed: no word is stored any more, only the lease goes back on destruction.
+  void play_dead() { dead_ = true; }
+  void beat(uint64_t now_ns) { abi_store(&words_.server_beat, now_ns); }
+
+  Region& region() { return *region_; }
+  const MoePool* pool() const { return pool_; }
+  const ServerCounters& counters() const { return counters_; }
+
+ private:
+  bool ended() const { return abi_load(&words_.abort_epoch) >= epoch_ || abi_load(&words_.epoch) != epoch_; }
+  bool step_idle(uint64_t now_ns);
+  void acknowledge(uint64_t now_ns);
+  void claim(uint64_t now_ns);
+  bool valid() const;
+  bool generations_hold() const;
+  void compute_some();
+  void fill_done(uint64_t now_ns);
+  void beat_loop();
+
+  std::unique_ptr<Region> region_;
+  std::unique_ptr<Arena> arena_;
+  AbiCtlHeader& words_;
+  const ServerOptions options_;
+  MoePool* pool_ = nullptr;
+  ServerStep state_ = ServerStep::kIdle;
+  uint64_t next_seq_ = 1;
+  uint64_t epoch_ = 0;
+
+  // The claimed job: a private copy, so that a check and the use after it see the same values.
+  AbiJob job_{};
+  std::vector<AbiJobExpert> experts_;
+  std::vector<uint32_t> rows_, outs_;
+  std::vector<MoeTask> tasks_;
+  uint32_t computed_ = 0;  // experts
+  uint32_t status_ = ABI_STATUS_NONE;
+  uint64_t claimed_ns_ = 0;
+
+  ServerCounters counters_;
+  bool dead_ = false;
+  std::atomic<bool> draining_{false};
+  std::atomic<bool> stop_beat_{false};
+  std::atomic<uint64_t> progress_{0};
+  std::thread beat_thread_;
+};
+
+}  // namespace glm53

@@ -1,0 +1,71 @@
+#include "tier/slot_table.h"
+
+#include <limits>
+
+namespace glm53 {
+
+int32_t SlotTable::find_free(uint64_t passes_done) const {
+  if (used_ == slots_.size()) return kNone;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].id == kNone && slots_[i].last_pass <= passes_done) return static_cast<int32_t>(i);
+  }
+  return kNone;
+}
+
+int32_t SlotTable::find_victim(const HeatTable& heat, uint64_t passes_done) const {
+  int32_t victim = kNone;
+  float lowest = std::numeric_limits<float>::infinity();
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& s = slots_[i];
+    if (s.id == kNone || s.landing || s.last_pass > passes_done) continue;
+    const float score = heat.score(static_cast<uint32_t>(s.id));
+    if (score < lowest) {
+      lowest = score;
+      victim = static_cast<int32_t>(i);
+    }
+  }
+  return victim;
+}
+
+int32_t SlotTable::begin_landing(int32_t slot, uint32_t id, uint64_t pass) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  const int32_t evicted = s.id;
+  if (evicted != kNone) {
+    slot_of_[static_cast<size_t>(evicted)] = kNone;
+  } else {
+    ++used_;
+  }
+  s = {static_cast<int32_t>(id), true, pass};
+  slot_of_[id] = slot;
+  landing_.push_back(slot);
+  return evicted;
+}
+
+void SlotTable::settle(uint64_t passes_done, uint64_t failed) {
+  size_t kept = 0;
+  for (const int32_t slot : landing_) {
+    Slot& s = slots_[static_cast<size_t>(slot)];
+    if (s.last_pass > passes_done) {
+      landing_[kept++] = slot;
+    } else if (s.last_pass == failed) {
+      slot_of_[static_cast<size_t>(s.id)] = kNone;
+      s.id = kNone;
+      s.landing = false;
+      --used_;
+    } else {
+      s.landing = false;
+    }
+  }
+  landing_.resize(kept);
+}
+
+bool SlotTable::evict(int32_t slot, uint64_t passes_done) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  if (s.id == kNone || s.landing || s.last_pass > passes_done) return false;
+  slot_of_[static_cast<size_t>(s.id)] = kNone;
+  s.id = kNone;
+  --used_;
+  return true;
+}
+
+}  // namespace glm53

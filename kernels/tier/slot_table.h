@@ -1,0 +1,59 @@
+// Which record lies in which slot of the device, and when a slot may be rewritten.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "tier/heat.h"
+
+namespace glm53 {
+
+class SlotTable {
+ public:
+  static constexpr int32_t kNone = -1;
+
+  SlotTable(uint32_t num_slots, uint32_t num_records) : slots_(num_slots), slot_of_(num_records, kNone) {}
+
+  // The slot that holds the whole record, or kNone.
+  int32_t resident(uint32_t id) const {
+    const int32_t slot = slot_of_[id];
+    return slot != kNone && !slots_[static_cast<size_t>(slot)].landing ? slot : kNone;
+  }
+  bool landing(uint32_t id) const { return slot_of_[id] != kNone && slots_[static_cast<size_t>(slot_of_[id])].landing; }
+  // A pass reads the slot.
+  void read(int32_t slot, uint64_t pass) { slots_[static_cast<size_t>(slot)].last_pass = pass; }
+
+  // True when every pass that read or wrote the slot is over.
+  bool rewritable(int32_t slot, uint64_t passes_done) const {
+    const Slot& s = slots_[static_cast<size_t>(slot)];
+    return !s.landing && s.last_pass <= passes_done;
+  }
+  // A slot without a record whose readers have passed, or kNone.
+  int32_t find_free(uint64_t passes_done) const;
+  // The rewritable resident slot with the lowest score, or kNone. A slot is rewritable when every pass that read it is over.
+  int32_t find_victim(const HeatTable& heat, uint64_t passes_done) const;
+  // Pass `pass` copies record `id` into the slot. Until then, and until settle(), the record is not resident. Returns the evicted record or
+  // kNone.
+  int32_t begin_landing(int32_t slot, uint32_t id, uint64_t pass);
+  // Passes up to passes_done are over: what they copied is resident, except what `failed` (a pass that broke, or 0) was to copy.
+  void settle(uint64_t passes_done, uint64_t failed);
+  // Empties a resident slot (tests and shrinking). False while a pass still reads it.
+  bool evict(int32_t slot, uint64_t passes_done);
+
+  uint32_t size() const { return static_cast<uint32_t>(slots_.size()); }
+  uint32_t used() const { return used_; }
+  int32_t record_in(uint32_t slot) const { return slots_[slot].landing ? kNone : slots_[slot].id; }
+
+ private:
+  struct Slot {
+    int32_t id = kNone;
+    bool landing = false;
+    uint64_t last_pass = 0;  // youngest pass that reads or writes it
+  };
+  std::vector<Slot> slots_;
+  std::vector<int32_t> slot_of_;  // record -> slot, also while landing
+  std::vector<int32_t> landing_;  // slots
+  uint32_t used_ = 0;
+};
+
+}  // namespace glm53
