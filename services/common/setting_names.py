@@ -20,7 +20,9 @@ PREFIXED: frozenset[str] = frozenset(
         # gateway
         "GLM53_CONNECT_TIMEOUT_S",
         "GLM53_DEFAULT_REASONING_EFFORT",
+        "GLM53_KEEPALIVE_S",
         "GLM53_MAX_BODY_BYTES",
+        "GLM53_MAX_MESSAGES",
         "GLM53_REQUEST_TIMEOUT_S",
         "GLM53_THINKING_OFF_POLICY",
         # gpu_worker

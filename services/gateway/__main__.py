@@ -1,0 +1,54 @@
+"""Starts the gateway: settings, logs, app, server."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import sys
+
+from services.common.errors import ConfigError
+from services.common.lifecycle import ExitCode
+from services.common.logs import configure_logging
+from services.gateway.app import create_app
+from services.gateway.server import GatewayServer
+from services.gateway.settings import GatewaySettings
+from services.gateway.worker_client import GrpcWorkerClient
+
+log = logging.getLogger("services.gateway")
+
+
+def main() -> int:
+    """Serves until SIGTERM; returns the exit code."""
+    try:
+        settings = GatewaySettings.load()
+    except ConfigError as error:
+        sys.stderr.write(f"gateway: {error.message}\n")
+        return ExitCode.CONFIG
+    configure_logging("gateway", level=settings.log_level, json_lines=settings.log_format == "json")
+    log.info("glm53-offload gateway %s", _version())
+    for name, value, source in settings.describe():
+        log.info("  %-34s = %s (%s)", name, value, source)
+    return asyncio.run(_serve(settings))
+
+
+async def _serve(settings: GatewaySettings) -> int:
+    worker = GrpcWorkerClient(settings.worker_address, settings.connect_timeout_s)
+    server = GatewayServer(create_app(settings, worker), settings)
+    try:
+        await server.serve()
+    except SystemExit:
+        # uvicorn's way to say that it could not listen; it has logged why.
+        return ExitCode.BOOT
+    return ExitCode.OK if server.started else ExitCode.BOOT
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("glm53-offload")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Requests in flight, and how they end when the gateway stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from services.gateway.errors import ShuttingDown
+from services.gateway.generation import Generation
+
+log = logging.getLogger(__name__)
+
+# After their time is up, streams still get an error event and [DONE].
+_FAREWELL_S = 5.0
+
+
+class Traffic:
+    """Counts requests that are being answered; refuses new ones while draining."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._num_requests = 0
+        self._generations: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose answer is not complete."""
+        return self._num_requests
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """A request is being answered inside this block."""
+        self._num_requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if self._num_requests == 0:
+                self._idle.set()
+
+    def check_open(self) -> None:
+        """Raises `ShuttingDown` while draining."""
+        if self.draining:
+            raise ShuttingDown("This server is shutting down; try again.", retry_after_s=5.0)
+
+    def add(self, generation: Generation) -> None:
+        """Remembers a generation that may have to be ended."""
+        self._generations.add(generation)
+
+    def remove(self, generation: Generation) -> None:
+        """Forgets a generation."""
+        self._generations.discard(generation)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new, waits for what runs, and ends what still runs after `timeout_s` seconds."""
+        self.draining = True
+        if self._num_requests:
+            log.info("draining: %d requests run", self._num_requests)
+        if await self._wait_idle(timeout_s):
+            return
+        log.warning("ending %d requests that still run after %.1f s", self._num_requests, timeout_s)
+        for generation in list(self._generations):
+            generation.abort(ShuttingDown("The server shut down before the answer was complete.", retry_after_s=5.0))
+        await self._wait_idle(_FAREWELL_S)
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,123 @@
+"""The single table between our errors and HTTP, and the errors that only HTTP knows.
+
+Every error leaves the gateway as ``{"error": {"message", "type", "param", "code"}}``: as the body of a status, or as one event
+of a stream that has already begun.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from services.common import errors
+
+
+class InvalidJson(errors.InvalidRequest):
+    """The body is not one JSON object."""
+
+    code = "invalid_json"
+
+
+class InvalidType(errors.InvalidRequest):
+    """A field has the wrong JSON type."""
+
+    code = "invalid_type"
+
+
+class MissingParameter(errors.InvalidRequest):
+    """A required field is absent."""
+
+    code = "missing_required_parameter"
+
+
+class EmptyArray(errors.InvalidRequest):
+    """A list that needs an entry has none."""
+
+    code = "empty_array"
+
+
+class UnsupportedContent(errors.InvalidRequest):
+    """A content part that is not text."""
+
+    code = "unsupported_content_type"
+
+
+class RequestTooLarge(errors.InvalidRequest):
+    """The body is larger than the configured limit."""
+
+    code = "request_too_large"
+
+
+class UnknownRoute(errors.InvalidRequest):
+    """No such URL."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(errors.InvalidRequest):
+    """The URL exists, but not for this method."""
+
+    code = "method_not_allowed"
+
+
+class ShuttingDown(errors.NotReady):
+    """This gateway finishes what runs and takes nothing new."""
+
+    code = "shutting_down"
+
+
+@dataclass(frozen=True)
+class HttpError:
+    """How one class of errors looks over HTTP."""
+
+    status: int
+    type: str
+    # What the official SDKs obey; None leaves the decision to their own rule (they retry 408, 409, 429 and 5xx).
+    should_retry: bool | None = None
+
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
+    errors.UnknownModel: HttpError(404, INVALID),
+    UnknownRoute: HttpError(404, INVALID),
+    MethodNotAllowed: HttpError(405, INVALID),
+    RequestTooLarge: HttpError(413, INVALID),
+    errors.InvalidRequest: HttpError(400, INVALID),
+    errors.Cancelled: HttpError(499, INVALID, should_retry=False),
+    errors.QueueFull: HttpError(503, SERVER),
+    errors.NotReady: HttpError(503, SERVER),
+    errors.DeadlineExceeded: HttpError(504, SERVER, should_retry=False),
+    errors.Glm53Error: HttpError(500, SERVER),
+}
+
+# Statuses of which HTTP clients know that waiting helps.
+_DEFAULT_RETRY_AFTER_S = {503: 1.0}
+
+
+def http_of(error: errors.Glm53Error) -> HttpError:
+    """The row of an error: the first entry in its class order."""
+    for cls in type(error).__mro__:
+        if cls in HTTP_BY_ERROR:
+            return HTTP_BY_ERROR[cls]
+    return HTTP_BY_ERROR[errors.Glm53Error]
+
+
+def body_of(error: errors.Glm53Error) -> dict[str, Any]:
+    """The error as OpenAI's clients expect it."""
+    return {"error": {"message": error.message, "type": http_of(error).type, "param": error.param, "code": error.code}}
+
+
+def headers_of(error: errors.Glm53Error) -> dict[str, str]:
+    """`Retry-After` and its relatives, where trying again makes sense."""
+    row = http_of(error)
+    headers = {}
+    wait_s = error.retry_after_s if error.retry_after_s is not None else _DEFAULT_RETRY_AFTER_S.get(row.status)
+    if row.status in _DEFAULT_RETRY_AFTER_S and wait_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
+    if row.should_retry is not None:
+        headers["x-should-retry"] = str(row.should_retry).lower()
+    return headers

@@ -1,0 +1,75 @@
+"""The gateway's own counters. What the engine does is counted by the worker, whose text is passed on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from services.common.errors import Cancelled, Glm53Error
+from services.gateway.answers import Answer, ChatAnswer
+from services.gateway.generation import Generation
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+
+
+class GatewayMetrics:
+    """Counters of one gateway process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._started = time.monotonic()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"glm53_gateway_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"glm53_gateway_{name}", text, registry=self.registry, buckets=_LATENCY_BUCKETS)
+
+        self.responses = counter("http_responses", "Answered requests by route and status.", "route", "status")
+        self.disconnects = counter("client_disconnects", "Generations whose client went away.")
+        self.stream_errors = counter("stream_errors", "Streams that ended with an error event.", "code")
+        self.rejected_calls = counter("undeclared_tool_calls", "Calls of undeclared tools passed on as text.")
+        self.unclosed_reasoning = counter("unclosed_reasoning", "Answers that ended inside their reasoning.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
+        self.completion_tokens = counter("completion_tokens", "Generated tokens of finished generations.")
+        self.in_flight = Gauge("glm53_gateway_requests_in_flight", "POST requests that are being answered.", registry=self.registry)
+        self.worker_up = Gauge("glm53_gateway_worker_up", "1 while the worker takes requests.", registry=self.registry)
+        self.first_token_s = histogram("time_to_first_token_seconds", "From the request to its first token.")
+        self.duration_s = histogram("generation_seconds", "From the request to the end of its generation.")
+
+    def generation_ended(self, generation: Generation, answer: Answer, error: Glm53Error | None, *, streamed: bool) -> None:
+        """Counts one generation, however it ended."""
+        if generation.first_token_s is not None:
+            self.first_token_s.observe(generation.first_token_s)
+        self.duration_s.observe(generation.age_s)
+        if generation.finished is not None:
+            self.prompt_tokens.inc(generation.finished.prompt_tokens)
+            self.completion_tokens.inc(generation.finished.completion_tokens)
+        if isinstance(error, Cancelled):
+            self.disconnects.inc()
+        elif error is not None and streamed:
+            self.stream_errors.labels(error.code).inc()
+        if isinstance(answer, ChatAnswer):
+            self.rejected_calls.inc(answer.num_rejected_calls)
+            self.unclosed_reasoning.inc(answer.unclosed_reasoning)
+
+    def text(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self.registry)
+
+    def snapshot(self) -> dict[str, Any]:
+        """The same numbers for /stats."""
+        values: dict[str, Any] = {"uptime_s": round(time.monotonic() - self._started, 3)}
+        for family in self.registry.collect():
+            for sample in family.samples:
+                if sample.name.endswith(("_bucket", "_created")):
+                    continue
+                name = sample.name.removeprefix("glm53_gateway_")
+                labels = "".join(f"{{{'/'.join(sample.labels.values())}}}" if sample.labels else "")
+                values[name + labels] = sample.value
+        return values

@@ -1,0 +1,76 @@
+"""What happens around every request: its id, its count, its log line."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.logs import request_id_var
+from services.gateway.drain import Traffic
+from services.gateway.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+_USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
+
+
+class RequestScope:
+    """Gives a request its id, counts it while it is answered, and logs how it ended.
+
+    The client's X-Request-Id is echoed when it is short and printable, and is otherwise replaced; it never names the job in the
+    worker, so two requests may carry the same one.
+    """
+
+    def __init__(self, app: ASGIApp, traffic: Traffic, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._traffic = traffic
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own_id = uuid.uuid4().hex
+        given = Headers(scope=scope).get("x-request-id", "")
+        echoed = given if _USABLE_ID.match(given) else own_id
+        scope.setdefault("state", {})["request_id"] = own_id
+        status = 499
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = echoed
+                if self._traffic.draining:
+                    headers["Connection"] = "close"
+            await send(message)
+
+        token = request_id_var.set(echoed)
+        began = time.monotonic()
+        try:
+            if scope["method"] == "POST":
+                with self._traffic.request():
+                    await self._app(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
+        finally:
+            request_id_var.reset(token)
+            route = getattr(scope.get("route"), "path", "unknown")
+            self._metrics.responses.labels(route, str(status)).inc()
+            level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
+            took_s = round(time.monotonic() - began, 3)
+            log.log(
+                level,
+                "%s %s %d",
+                scope["method"],
+                route,
+                status,
+                extra={"request_id": echoed, "took_s": took_s, "own_id": own_id},
+            )

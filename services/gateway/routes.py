@@ -1,0 +1,167 @@
+"""The URLs of the gateway."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import Glm53Error, UnknownModel
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway import chat, completions
+from services.gateway.answers import Answer
+from services.gateway.body import read_json_object
+from services.gateway.generation import Generation, until_disconnect
+from services.gateway.metrics import CONTENT_TYPE
+from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse, refuse_unsupported
+from services.gateway.services import Job, Services
+from services.gateway.sse import EventStreamResponse, StreamPlan
+from services.gateway.worker_client import Language
+
+router = APIRouter()
+
+# How long a stream's headers wait for the worker to take or refuse the request: refusals become statuses, not events.
+_VERDICT_S = 1.0
+
+
+def services_of(request: Request) -> Services:
+    """The objects that the app was made with."""
+    return request.app.state.services  # type: ignore[no-any-return]
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    """An answer to a conversation."""
+    services, body, info, language = await _accept(request, ChatRequest)
+    return await _run(request, services, await chat.prepare(body, info, language, services.settings), stream=bool(body.stream))
+
+
+@router.post("/v1/completions")
+async def text_completions(request: Request) -> Response:
+    """A continuation of a text."""
+    services, body, info, language = await _accept(request, CompletionRequest)
+    return await _run(request, services, await completions.prepare(body, info, language), stream=bool(body.stream))
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> Response:
+    """The model that is served."""
+    info = await services_of(request).watch.known()
+    return JSONResponse({"object": "list", "data": [_model_json(info)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> Response:
+    """One model."""
+    info = await services_of(request).watch.known()
+    _check_model(name, info)
+    return JSONResponse(_model_json(info))
+
+
+@router.get("/health")
+@router.get("/health/ready")
+async def health(request: Request) -> Response:
+    """200 when a request would be taken; until then 503 with the progress of loading."""
+    services = services_of(request)
+    if services.traffic.draining:
+        status = "draining"
+    elif services.watch.is_ready:
+        status = "ok"
+    else:
+        status = services.watch.state
+    headers = {} if status == "ok" else {"Retry-After": "1"}
+    return JSONResponse({"status": status, **services.watch.report()}, status_code=200 if status == "ok" else 503, headers=headers)
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """200 while the process runs."""
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/stats")
+async def stats(request: Request) -> Response:
+    """The engine's counters and the gateway's own."""
+    services = services_of(request)
+    engine = json.loads((await services.client.stats()).json or "{}")
+    return JSONResponse({**engine, "gateway": services.metrics.snapshot()})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text: the gateway's counters, then the worker's."""
+    services = services_of(request)
+    services.metrics.worker_up.set(services.watch.is_ready)
+    services.metrics.in_flight.set(services.traffic.in_flight)
+    try:
+        engine = (await services.client.stats()).prometheus_text
+    except Glm53Error:
+        # The scrape must not fail with the worker: glm53_gateway_worker_up tells.
+        engine = b""
+    return Response(services.metrics.text() + engine, media_type=CONTENT_TYPE)
+
+
+async def _accept(request: Request, schema: type[RequestT]) -> tuple[Services, RequestT, pb.InfoResponse, Language]:
+    """Reads and checks a request as far as that needs no prompt."""
+    services = services_of(request)
+    services.traffic.check_open()
+    body = parse(schema, await read_json_object(request, services.settings.max_body_bytes))
+    refuse_unsupported(body)
+    _check_model(body.model, await services.watch.known())
+    info, language = await services.watch.ready()
+    return services, body, info, language
+
+
+async def _run(request: Request, services: Services, job: Job, *, stream: bool) -> Response:
+    """Runs a job; it ends with its client, streaming or not."""
+    generation = Generation(services.client.generate(job.request, services.settings.request_timeout_s))
+    services.traffic.add(generation)
+
+    def closed(error: Glm53Error | None) -> None:
+        services.traffic.remove(generation)
+        services.metrics.generation_ended(generation, job.answer, error, streamed=stream)
+
+    try:
+        if stream:
+            first = await until_disconnect(request.receive, generation.next_event(_VERDICT_S))
+            plan = StreamPlan(generation, job.answer, first, services.settings.keepalive_s, closed)
+            return EventStreamResponse(plan)
+        await until_disconnect(request.receive, _collect(generation, job.answer))
+    except BaseException as error:
+        await generation.close()
+        closed(error if isinstance(error, Glm53Error) else None)
+        raise
+    await generation.close()
+    closed(None)
+    return JSONResponse(job.answer.response())
+
+
+async def _collect(generation: Generation, answer: Answer) -> None:
+    """The same path as streaming, without sending the chunks."""
+    while True:
+        event = await generation.next_event(None)
+        kind = event.WhichOneof("event") if event is not None else None
+        if event is not None and kind == "tokens":
+            answer.take(event.tokens.tokens)
+        elif event is not None and kind == "finished":
+            answer.finish(event.finished)
+            return
+
+
+def _check_model(name: str, info: pb.InfoResponse) -> None:
+    if name != info.model_name:
+        raise UnknownModel(f"The model {name[:200]!r} does not exist; this server serves {info.model_name!r}.", param="model")
+
+
+def _model_json(info: pb.InfoResponse) -> dict[str, Any]:
+    return {
+        "id": info.model_name,
+        "object": "model",
+        "created": info.created_unix_s,
+        "owned_by": "glm53-offload",
+        "root": info.model_name,
+        "parent": None,
+        "max_model_len": info.max_context,
+    }

@@ -1,0 +1,310 @@
+"""The bodies of both POST endpoints: names, types and ranges.
+
+Types are strict: ``"1"`` and ``true`` are not numbers, ``NaN`` is no value. Fields that we do not know are ignored, as clients
+of other servers expect; fields that would change the answer and cannot be honoured are refused by `refuse_unsupported`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from services.common.errors import InvalidRequest, UnsupportedParameter
+from services.gateway.errors import EmptyArray, InvalidType, MissingParameter
+
+log = logging.getLogger(__name__)
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_INT64 = 2**63
+
+
+class Body(BaseModel):
+    """Strict types, unknown fields kept apart."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class StreamOptions(Body):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingFields(Body):
+    """What both endpoints share."""
+
+    model: Annotated[str, Field(min_length=1)]
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stop_strings(cls, value: str | list[str] | None) -> str | list[str] | None:
+        strings = [value] if isinstance(value, str) else value or []
+        if len(strings) > 16:
+            raise ValueError(f"has {len(strings)} strings; at most 16 are taken")
+        for text in strings:
+            if not text:
+                raise ValueError("holds an empty string, which would stop everything")
+            if len(text.encode(errors="replace")) > 512:
+                raise ValueError("holds a string of more than 512 bytes")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or {}:
+            if not (key.isascii() and key.isdecimal() and int(key[:20]) < 2**32):
+                raise ValueError(f'has the key {key[:40]!r}; keys are token ids, e.g. "42"')
+        return value
+
+
+class Function(Body):
+    """A tool's function."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The function of a named tool_choice."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """`tool_choice` that names a tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TemplateOptions(Body):
+    """`chat_template_kwargs`: what the chat template lets a client choose."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    clear_thinking: bool | None = None
+
+
+class ThinkingSwitch(Body):
+    """`thinking`, as z.ai's API has it."""
+
+    type: Literal["enabled", "disabled"]
+    clear_thinking: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """`response_format.json_schema`."""
+
+    name: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_is_there(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("of type json_schema needs json_schema: {name, schema}")
+        return self
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[Any]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    thinking: ThinkingSwitch | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+RequestT = TypeVar("RequestT", bound=SamplingFields)
+
+# Errors at or below these fields are reported under the path of the part at fault, the others under the field's own name.
+_NESTED = ("tools", "messages")
+
+_WRONG_TYPE = ("int_type", "float_type", "string_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type")
+
+
+def parse(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
+    """Checks a body.
+
+    Raises:
+        InvalidRequest: names the first field at fault in `param`.
+    """
+    try:
+        request = schema.model_validate(body)
+    except ValidationError as error:
+        raise _readable(error) from None
+    _note_unknown(schema, request)
+    return request
+
+
+def _readable(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong, in words and with its path."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    location = [part for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
+    field = str(location[0]) if location else "body"
+    param = path if field in _NESTED else field
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        return MissingParameter(f"{path} is missing.", param=param)
+    if first["input"] == [] and first["type"] == "too_short":
+        return EmptyArray(f"{path}: {message}.", param=param)
+    kind = InvalidType if first["type"] in _WRONG_TYPE else InvalidRequest
+    return kind(f"{path}: {message[:300]} (got {_shown(first['input'])}).", param=param)
+
+
+def _is_branch(part: str) -> bool:
+    """True for what pydantic adds to a path to name the branch of a union."""
+    return part in ("str", "NamedTool") or part.startswith(("list[", "literal[", "function-"))
+
+
+def _shown(value: Any) -> str:
+    """A short, safe form of a refused value; the values of long texts stay out of errors."""
+    if isinstance(value, (dict, list)):
+        return {dict: "an object", list: "a list"}[type(value)]
+    text = repr(value) if not isinstance(value, bool) and value is not None else {None: "null", True: "true", False: "false"}[value]
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+_noted: set[tuple[str, str]] = set()
+_MAX_NOTED = 256
+
+
+def _note_unknown(schema: type[Body], request: Body) -> None:
+    """Says once per name that a field is ignored."""
+    for name in request.model_extra or {}:
+        key = (schema.__name__, name[:80])
+        if key not in _noted and len(_noted) < _MAX_NOTED and name not in _REFUSED:
+            _noted.add(key)
+            log.debug("ignoring the unknown field %s", key[1])
+
+
+# Fields that change the answer and that this server cannot honour, with the values that ask for nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "ebnf": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "regex": (),
+    "return_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+
+# What chat_template_kwargs must not replace: these are the conversation, not an option of the template.
+_TEMPLATE_RESERVED = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "documents",
+    "messages",
+    "tokenize",
+    "tools",
+)
+
+
+def refuse_unsupported(request: SamplingFields) -> None:
+    """Refuses what would silently change the answer.
+
+    Raises:
+        UnsupportedParameter: names the field.
+    """
+    extra = request.model_extra or {}
+    for name, harmless in _REFUSED.items():
+        value = extra.get(name)
+        if value is not None and not any(value == item and type(value) is type(item) for item in harmless):
+            raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    if request.n is not None and request.n > 1:
+        raise UnsupportedParameter("n: this server returns one choice; send n=1 or several requests.", param="n")
+    options = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
+    for name in options.model_extra or {} if options else {}:
+        if name in _TEMPLATE_RESERVED:
+            raise UnsupportedParameter(
+                f"chat_template_kwargs.{name} cannot be set; use the request's own fields.", param="chat_template_kwargs"
+            )

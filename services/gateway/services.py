@@ -1,0 +1,37 @@
+"""The objects that requests share; made once per app."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway.answers import Answer
+from services.gateway.drain import Traffic
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+from services.gateway.worker_client import WorkerClient
+from services.gateway.worker_watch import WorkerWatch
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a route needs besides its request."""
+
+    settings: GatewaySettings
+    client: WorkerClient
+    watch: WorkerWatch
+    traffic: Traffic
+    metrics: GatewayMetrics
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that is ready to run.
+
+    Attributes:
+        request: what the worker gets.
+        answer: what its tokens become.
+    """
+
+    request: pb.GenerateRequest
+    answer: Answer

@@ -1,0 +1,118 @@
+"""The checkpoint's tokenizer as the gateway needs it: trusted text with control tokens, everything else without.
+
+A client must not be able to write control tokens. So text that comes from a client is *marked* before it meets the chat template:
+every character that could begin or end a control token is exchanged for a lone surrogate, a code point that valid text never
+holds. Templates may strip, test, join or JSON-encode marked text, nothing changes length or order; after rendering, control tokens
+are found in what is left of the template alone, the marks are taken back, and the pieces between control tokens are encoded by a
+tokenizer that knows no control tokens at all. On text without control tokens this gives exactly the ids of the plain way, because
+the plain way cuts at control tokens first, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from services.common.errors import CheckpointError
+
+_FIRST_MARK = 0xDC00
+_LAST_MARK = 0xDFFF
+
+
+class PromptTokenizer:
+    """Encodes prompts.
+
+    Args:
+        tokenizer_json: the bytes of the checkpoint's tokenizer.json.
+
+    Raises:
+        CheckpointError: the file cannot be read or has a kind of control token that cannot be kept apart from text.
+    """
+
+    def __init__(self, tokenizer_json: bytes) -> None:
+        try:
+            document: dict[str, Any] = json.loads(tokenizer_json)
+            added: list[dict[str, Any]] = document.get("added_tokens") or []
+            self._full = Tokenizer.from_str(tokenizer_json.decode())
+            self._text_only = Tokenizer.from_str(_without_control_tokens(document, added))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"tokenizer.json cannot be read: {error}") from error
+        except Exception as error:  # the tokenizers library raises nothing more precise
+            raise CheckpointError(f"tokenizer.json is refused by the tokenizers library: {error}") from error
+        for token in added:
+            if token.get("lstrip") or token.get("rstrip") or token.get("single_word"):
+                raise CheckpointError(
+                    f"tokenizer.json: control token {token['content']!r} swallows neighbouring text (lstrip, rstrip or "
+                    "single_word); such tokens cannot be told from text safely"
+                )
+        self.control_ids: dict[str, int] = {token["content"]: int(token["id"]) for token in added}
+        self.special_ids: frozenset[int] = frozenset(int(token["id"]) for token in added if token.get("special"))
+        self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
+        longest_first = sorted(self.control_ids, key=len, reverse=True)
+        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._mark, self._unmark = _mark_tables(self.control_ids)
+
+    def mark(self, text: str) -> str:
+        """`text` in a form that no template and no encoder takes for a control token."""
+        return text.translate(self._mark)
+
+    def unmark(self, text: str) -> str:
+        """The text that `mark` was given."""
+        return text.translate(self._unmark)
+
+    def mark_tree(self, value: Any) -> Any:
+        """A JSON value with every string in it marked, keys included."""
+        if isinstance(value, str):
+            return self.mark(value)
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark_tree(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.mark_tree(item) for item in value]
+        return value
+
+    def encode_rendered(self, rendered: str) -> list[int]:
+        """Token ids of a rendered template: control tokens where the template wrote them, marked text as plain text."""
+        ids: list[int] = []
+        for token, text in self._cut(rendered):
+            if token is not None:
+                ids.append(token)
+            elif text:
+                ids.extend(self._text_only.encode(self.unmark(text), add_special_tokens=False).ids)
+        return ids
+
+    def encode_raw(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text whose author may use control tokens: the prompt of /v1/completions."""
+        return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def _cut(self, rendered: str) -> Iterator[tuple[int | None, str]]:
+        position = 0
+        for match in self._control.finditer(rendered):
+            yield None, rendered[position : match.start()]
+            yield self.control_ids[match.group()], ""
+            position = match.end()
+        yield None, rendered[position:]
+
+
+def _without_control_tokens(document: dict[str, Any], added: list[dict[str, Any]]) -> str:
+    """The same tokenizer with nothing but its text model: no control tokens, no prefix or suffix of its own."""
+    names = {token["content"] for token in added}
+    model = dict(document["model"])
+    if isinstance(model.get("vocab"), dict):
+        # Some files list control tokens in the text vocabulary as well.
+        model["vocab"] = {piece: number for piece, number in model["vocab"].items() if piece not in names}
+    return json.dumps({**document, "model": model, "added_tokens": [], "post_processor": None, "truncation": None, "padding": None})
+
+
+def _mark_tables(control_ids: dict[str, int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Character → mark and back, for every character that a control token can begin or end with."""
+    first = {token[0] for token in control_ids if token}
+    last = {token[-1] for token in control_ids if token and not token[-1].isalnum()}
+    characters = sorted(first | last)
+    if len(characters) > _LAST_MARK - _FIRST_MARK + 1:
+        raise CheckpointError("tokenizer.json has control tokens with too many different first characters")
+    mark = {ord(character): _FIRST_MARK + number for number, character in enumerate(characters)}
+    return mark, {number: character for character, number in mark.items()}

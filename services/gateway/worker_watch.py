@@ -1,0 +1,126 @@
+"""What the gateway knows about its worker right now: asked every second, so that health checks and requests cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from services.common.errors import Glm53Error, NotReady
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway.worker_client import Language, WorkerClient
+
+log = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 1.0
+_LOADING_INTERVAL_S = 0.25
+
+_WORDS = {
+    pb.SERVICE_STATE_STARTING: "starting",
+    pb.SERVICE_STATE_LOADING: "loading",
+    pb.SERVICE_STATE_READY: "ready",
+    pb.SERVICE_STATE_DRAINING: "draining",
+    pb.SERVICE_STATE_FAILED: "failed",
+}
+
+
+class WorkerWatch:
+    """The worker's state, as of the last question.
+
+    Args:
+        client: the worker.
+    """
+
+    def __init__(self, client: WorkerClient) -> None:
+        self._client = client
+        self._info: pb.InfoResponse | None = None
+        self._language: Language | None = None
+        self._problem: Glm53Error | None = NotReady("the worker has not answered yet")
+        self._instance = ""
+        self._lock = asyncio.Lock()
+
+    @property
+    def info(self) -> pb.InfoResponse | None:
+        """The last answer, None while the worker does not answer."""
+        return self._info
+
+    @property
+    def is_ready(self) -> bool:
+        """True when a request would be taken."""
+        return self._language is not None and self._info is not None and self._info.state == pb.SERVICE_STATE_READY
+
+    async def run(self) -> None:
+        """Asks for ever."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(_WATCH_INTERVAL_S if self.is_ready else _LOADING_INTERVAL_S)
+
+    async def refresh(self) -> None:
+        """Asks once; a worker that does not answer is a state, not an error."""
+        async with self._lock:
+            was_ready = self.is_ready
+            try:
+                info = await self._client.info()
+                if info.state == pb.SERVICE_STATE_READY and (self._language is None or info.instance_id != self._instance):
+                    self._language = await self._client.language()
+                    self._instance = info.instance_id
+                self._info, self._problem = info, None
+            except Glm53Error as error:
+                self._info, self._problem = None, error
+            if self.is_ready != was_ready:
+                log.info("the worker is %s", self.state)
+
+    async def known(self) -> pb.InfoResponse:
+        """Facts about the worker, loading or not.
+
+        Raises:
+            NotReady: it does not answer.
+        """
+        if self._info is None:
+            await self.refresh()
+        if self._info is None:
+            reason = self._problem.message if self._problem else "unknown reason"
+            raise NotReady(f"The worker is not available: {reason}", retry_after_s=2.0)
+        return self._info
+
+    async def ready(self) -> tuple[pb.InfoResponse, Language]:
+        """Facts and language of a worker that takes requests.
+
+        Raises:
+            NotReady: it is loading, draining or gone.
+        """
+        if not self.is_ready:
+            await self.refresh()
+        info = await self.known()
+        if self._language is None or info.state != pb.SERVICE_STATE_READY:
+            detail = f" ({info.load_progress:.0%}, {info.load_step})" if info.load_step else ""
+            raise NotReady(f"The model is not ready: the worker is {self.state}{detail}.", retry_after_s=2.0)
+        return info, self._language
+
+    @property
+    def state(self) -> str:
+        """The worker's state in a word."""
+        return "unreachable" if self._info is None else _WORDS.get(self._info.state, "unknown")
+
+    def report(self) -> dict[str, Any]:
+        """The body of /health, less what only the gateway knows."""
+        body: dict[str, Any] = {"worker": self.state}
+        if self._info is not None:
+            body |= {
+                "model": self._info.model_name,
+                "progress": round(1.0 if self.is_ready else self._info.load_progress, 4),
+                "step": self._info.load_step,
+                "mode": pb.Mode.Name(self._info.mode).removeprefix("MODE_").lower().replace("_", "-"),
+                "device": self._info.device,
+            }
+        if self._problem is not None:
+            body["reason"] = self._problem.message
+        return body
+
+
+async def stop(task: asyncio.Task[None]) -> None:
+    """Ends a background task and waits for its end."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
