@@ -177,4 +177,4 @@ def hidden_states(model: Any, ids: Tensor, p: Precision, loads: list[Tensor] | N
 def logits_at(model: Any, ids: Tensor, positions: Tensor, p: Precision, loads: list[Tensor] | None = None) -> Tensor:
     """Logits [K, V] in fp32 at flat positions [K] of ids [B, S]."""
     hidden = hidden_states(model, ids, p, loads).flatten(0, 1)
-    return p.linear(hidden.index_select(0, positions), model.lm_head.weight).float()
+    return p.exact(hidden.index_select(0, positions), model.lm_head.weight).float()
