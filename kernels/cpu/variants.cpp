@@ -24,7 +24,7 @@ uint64_t saved_state() {
 
 /* Self-tests take milliseconds, so a process runs one. */
 const SelfTest& avx2_self_test() {
-  static const SelfTest result = run_self_test(kScalarOps);
+  static const SelfTest result = run_self_test(kAvx2Ops);
   return result;
 }
 
@@ -38,9 +38,9 @@ Choice choose_avx2(bool requested) {
     const std::string reason = "the self-test of avx2 did not give the scalar kernel's bits";
     return requested ? Choice{MOE_VARIANT_AVX2, nullptr, reason} : scalar_choice(reason);
   }
-  if (requested) return {MOE_VARIANT_AVX2, &kScalarOps, std::string("requested; self-test: same bits as scalar, ") + times};
+  if (requested) return {MOE_VARIANT_AVX2, &kAvx2Ops, std::string("requested; self-test: same bits as scalar, ") + times};
   if (test.candidate_us > test.scalar_us) return scalar_choice(std::string("avx2 is slower here: ") + times);
-  return {MOE_VARIANT_AVX2, &kScalarOps, std::string("the host has AVX2, FMA and F16C; self-test: same bits as scalar, ") + times};
+  return {MOE_VARIANT_AVX2, &kAvx2Ops, std::string("the host has AVX2, FMA and F16C; self-test: same bits as scalar, ") + times};
 }
 
 }  // namespace
@@ -53,12 +53,12 @@ uint32_t host_features() {
   if ((ecx & wanted) != wanted) return mask;
   if ((saved_state() & 6u) != 6u) return mask; /* the system saves xmm and ymm registers */
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(ebx & bit_AVX2)) return mask;
-  return mask;
+  return mask | 1u << MOE_VARIANT_AVX2;
 }
 
 const KernelOps* variant_ops(uint32_t variant) {
   if (variant == MOE_VARIANT_SCALAR) return &kScalarOps;
-  return variant == MOE_VARIANT_AVX2 ? &kScalarOps : nullptr;
+  return variant == MOE_VARIANT_AVX2 ? &kAvx2Ops : nullptr;
 }
 
 Choice choose_variant(uint32_t requested, uint32_t features) {
