@@ -1,3 +1,5 @@
+#include <cstring>
+
 #include "bindings/guard.h"
 #include "expert_region.h"
 
@@ -17,6 +19,12 @@ namespace {
 glm53::ArenaSpec spec_of(const MoeExpertShape* shapes, uint32_t num_layers, uint32_t experts_per_layer, const uint8_t* checkpoint_hash) {
   return {shapes, num_layers, experts_per_layer, checkpoint_hash};
 }
+
+// A field of a header as a number: one overload per type that the X-macro lists use.
+uint64_t number(uint32_t value) { return value; }
+uint64_t number(uint64_t value) { return value; }
+uint64_t number(const AbiWord& word) { return abi_load(&word); }
+uint64_t number(const AbiBell& bell) { return abi_load_bell(&bell); }
 
 Glm53Arena* wrap(std::unique_ptr<glm53::Arena> impl) { return new Glm53Arena{std::move(impl)}; }
 Glm53Region* wrap(std::unique_ptr<glm53::Region> impl) { return new Glm53Region{std::move(impl)}; }
@@ -70,6 +78,22 @@ int glm53_arena_rewrite_end(Glm53Arena* arena, uint64_t slot) {
 
 uint32_t glm53_arena_generation_of(const Glm53Arena* arena, uint64_t slot) {
   return slot < arena->impl->header().num_slots ? arena->impl->generation_of(slot) : 0;
+}
+
+#define RETURN_FIELD(type, field) \
+  if (std::strcmp(name, #field) == 0) return number(header.field);
+#define SKIP_ARRAY(type, field, count)
+
+uint64_t glm53_arena_field(const Glm53Arena* arena, const char* name) {
+  const AbiArenaHeader& header = arena->impl->header();
+  ABI_ARENA_HEADER_FIELDS(RETURN_FIELD, SKIP_ARRAY)
+  return UINT64_MAX;
+}
+
+uint64_t glm53_region_field(const Glm53Region* region, const char* name) {
+  const AbiCtlHeader& header = region->impl->words();
+  ABI_CTL_HEADER_FIELDS(RETURN_FIELD, SKIP_ARRAY)
+  return UINT64_MAX;
 }
 
 const AbiArenaHeader* glm53_arena_header(const Glm53Arena* arena) { return &arena->impl->header(); }

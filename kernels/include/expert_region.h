@@ -68,6 +68,8 @@ ABI_API int glm53_arena_check(Glm53Arena* arena, uint64_t slot);
 ABI_API int glm53_arena_rewrite_begin(Glm53Arena* arena, uint64_t slot);
 ABI_API int glm53_arena_rewrite_end(Glm53Arena* arena, uint64_t slot);
 ABI_API uint32_t glm53_arena_generation_of(const Glm53Arena* arena, uint64_t slot);
+/* A number of the header by its field name; UINT64_MAX for an unknown name. */
+ABI_API uint64_t glm53_arena_field(const Glm53Arena* arena, const char* name);
 ABI_API const AbiArenaHeader* glm53_arena_header(const Glm53Arena* arena);
 ABI_API const MoeExpertShape* glm53_arena_shape(const Glm53Arena* arena, uint32_t layer);
 /* Removes the name if it still names this segment. Only the owner; -1 for an attacher. */
@@ -79,6 +81,8 @@ ABI_API Glm53Region* glm53_region_create(const char* path, const Glm53Arena* are
                                          uint32_t max_rows, uint32_t max_picks);
 /* generation: the one that it must have, 0 = any. */
 ABI_API Glm53Region* glm53_region_attach(const char* path, uint64_t generation);
+/* A number of the header or the value of a control word by its field name; UINT64_MAX for an unknown name. */
+ABI_API uint64_t glm53_region_field(const Glm53Region* region, const char* name);
 ABI_API AbiCtlHeader* glm53_region_header(const Glm53Region* region);
 /* 1: the path still names this very segment. 0: it is gone, or another one took its place. */
 ABI_API int glm53_region_current(const Glm53Region* region);
