@@ -190,5 +190,7 @@ def _events(step: Step, request: pb.GenerateRequest) -> list[pb.Tokens]:
             token.logprob = -0.5
             for rank in range(wanted):
                 other = encode("ab"[rank % 2])[0]
-                token.top.append(pb.TokenLogprob(token_id=other, logprob=float("-inf") if rank else -0.5, piece=b"ab"[rank % 2 : rank % 2 + 1]))
+                token.top.append(
+                    pb.TokenLogprob(token_id=other, logprob=float("-inf") if rank else -0.5, piece=b"ab"[rank % 2 : rank % 2 + 1])
+                )
     return [pb.Tokens(tokens=tokens[i : i + step.per_event]) for i in range(0, len(tokens), step.per_event)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from services.gateway.prompt import ChatTemplate
 from services.gateway.parser import Vocabulary
+from services.gateway.prompt import ChatTemplate
 from services.gateway.tokenizer import PromptTokenizer
 
 CHECKPOINT = Path(__file__).parents[2] / "models" / "tiny" / "checkpoint"
