@@ -28,18 +28,24 @@ struct BlockWeights {
 
 struct Scratch {
   BlockWeights weights;
-  float z[4][kTiles][MOE_MAX_ROWS][16]; /* [group of step 5][tile of the band][row][column, in the order of store_z] */
+  float z[MOE_MAX_ROWS][4][kTiles][16]; /* [row][group of step 5][tile of the band][column, in the order of store_z] */
 };
 static_assert(sizeof(Scratch) <= kBandScratchBytes, "the scratch of a band is too small");
 
-/* Sum of the four bytes of state * 0x83DCD12D, in 16-bit lanes. */
-inline __m256i byte_sums(__m256i states) {
+/* Replaces states by the sums of the four bytes of state * 0x83DCD12D, in 16-bit lanes. Four vectors go step by step together: each one's
+ * chain of multiplications is long, and the processor looks only so far ahead. */
+inline void byte_sums(__m256i* states) {
   const __m256i low_factor = _mm256_set1_epi16(static_cast<int16_t>(0xD12D));
   const __m256i high_factor = _mm256_set1_epi16(static_cast<int16_t>(0x83DC));
   const __m256i ones = _mm256_set1_epi8(1);
-  const __m256i low = _mm256_mullo_epi16(states, low_factor);
-  const __m256i high = _mm256_add_epi16(_mm256_mulhi_epu16(states, low_factor), _mm256_mullo_epi16(states, high_factor));
-  return _mm256_add_epi16(_mm256_maddubs_epi16(low, ones), _mm256_maddubs_epi16(high, ones));
+  __m256i low[kPairs], high[kPairs], carry[kPairs];
+  for (int i = 0; i < kPairs; ++i) low[i] = _mm256_mullo_epi16(states[i], low_factor);
+  for (int i = 0; i < kPairs; ++i) carry[i] = _mm256_mulhi_epu16(states[i], low_factor);
+  for (int i = 0; i < kPairs; ++i) high[i] = _mm256_mullo_epi16(states[i], high_factor);
+  for (int i = 0; i < kPairs; ++i) high[i] = _mm256_add_epi16(high[i], carry[i]);
+  for (int i = 0; i < kPairs; ++i) low[i] = _mm256_maddubs_epi16(low[i], ones);
+  for (int i = 0; i < kPairs; ++i) high[i] = _mm256_maddubs_epi16(high[i], ones);
+  for (int i = 0; i < kPairs; ++i) states[i] = _mm256_add_epi16(low[i], high[i]);
 }
 
 inline __m256i broadcast_inputs(const int16_t* q) {
@@ -85,9 +91,9 @@ void block_one_row(const uint8_t* tile, size_t stride, const int16_t* q, const R
     for (int a = 0; a < 4; ++a) {
       __m256i pairs[kPairs];
       run_states(reader, a, pairs);
-      const __m256i w0 = byte_sums(pairs[0]), w1 = byte_sums(pairs[1]), w2 = byte_sums(pairs[2]), w3 = byte_sums(pairs[3]);
-      sums[a] = _mm256_add_epi32(sums[a], _mm256_add_epi32(_mm256_madd_epi16(w0, x0), _mm256_madd_epi16(w1, x1)));
-      sums[4 + a] = _mm256_add_epi32(sums[4 + a], _mm256_add_epi32(_mm256_madd_epi16(w2, x0), _mm256_madd_epi16(w3, x1)));
+      byte_sums(pairs);
+      sums[a] = _mm256_add_epi32(sums[a], _mm256_add_epi32(_mm256_madd_epi16(pairs[0], x0), _mm256_madd_epi16(pairs[1], x1)));
+      sums[4 + a] = _mm256_add_epi32(sums[4 + a], _mm256_add_epi32(_mm256_madd_epi16(pairs[2], x0), _mm256_madd_epi16(pairs[3], x1)));
     }
   }
   add_to_z(column_sums(sums), row, z);
@@ -104,10 +110,11 @@ void decode_block(const uint8_t* tile, size_t stride, BlockWeights& weights) {
     for (int a = 0; a < 4; ++a) {
       __m256i pairs[kPairs];
       run_states(reader, a, pairs);
-      weights.at[kt][a][0] = byte_sums(pairs[0]);
-      weights.at[kt][a][1] = byte_sums(pairs[1]);
-      weights.at[kt][4 + a][0] = byte_sums(pairs[2]);
-      weights.at[kt][4 + a][1] = byte_sums(pairs[3]);
+      byte_sums(pairs);
+      weights.at[kt][a][0] = pairs[0];
+      weights.at[kt][a][1] = pairs[1];
+      weights.at[kt][4 + a][0] = pairs[2];
+      weights.at[kt][4 + a][1] = pairs[3];
     }
   }
 }
@@ -164,15 +171,16 @@ void multiply_rows(uint32_t rows, const BlockWeights& weights, const int16_t* q,
 }
 
 template <int K>
-void block_many_rows(const BandArgs& args, uint32_t b, const uint8_t* tile, size_t stride, const RowFactors* rows, BlockWeights& weights,
-                     float (*z)[16]) {
-  decode_block<K>(tile, stride, weights);
+void block_many_rows(const BandArgs& args, uint32_t b, const uint8_t* tile, size_t stride, const RowFactors* rows, Scratch& scratch,
+                     int column) {
+  decode_block<K>(tile, stride, scratch.weights);
   const size_t q_stride = static_cast<size_t>(args.in_blocks) * kBlock;
   __m256i sums[MOE_MAX_ROWS][kGroups];
-  multiply_rows(args.rows, weights, args.q + b * kBlock, q_stride, sums);
+  multiply_rows(args.rows, scratch.weights, args.q + b * kBlock, q_stride, sums);
   for (uint32_t m = 0; m < args.rows; ++m) {
-    add_to_z(column_sums(sums[m]), rows[m], z[m]);
-    add_to_z(column_sums(sums[m] + 4), rows[m], z[m] + 8);
+    float* z = scratch.z[m][b / group_blocks(args.in_blocks)][column];
+    add_to_z(column_sums(sums[m]), rows[m], z);
+    add_to_z(column_sums(sums[m] + 4), rows[m], z + 8);
   }
 }
 
@@ -182,7 +190,7 @@ void store_z(const BandArgs& args, const Scratch& scratch) {
   for (uint32_t m = 0; m < args.rows; ++m) {
     for (int tile = 0; tile < kTiles; ++tile) {
       for (int half = 0; half < 16; half += 8) {
-        const auto group = [&](int g) { return _mm256_load_ps(scratch.z[g][tile][m] + half); };
+        const auto group = [&](int g) { return _mm256_load_ps(scratch.z[m][g][tile] + half); };
         const __m256 z = _mm256_add_ps(_mm256_add_ps(group(0), group(1)), _mm256_add_ps(group(2), group(3)));
         _mm256_storeu_ps(args.z + m * kBlock + tile * 16 + half, _mm256_permutevar8x32_ps(z, order));
       }
@@ -193,7 +201,7 @@ void store_z(const BandArgs& args, const Scratch& scratch) {
 template <int K>
 void band_mul1(const BandArgs& args) {
   Scratch& scratch = *static_cast<Scratch*>(args.scratch);
-  memset(scratch.z, 0, sizeof scratch.z);
+  memset(scratch.z, 0, args.rows * sizeof scratch.z[0]);
   const size_t stride = static_cast<size_t>(args.out_tiles) * 32 * K; /* bytes from a tile to the one below it */
   const uint8_t* top = reinterpret_cast<const uint8_t*>(args.trellis) + static_cast<size_t>(args.band) * kTiles * 32 * K;
   const uint32_t length = group_blocks(args.in_blocks);
@@ -202,11 +210,10 @@ void band_mul1(const BandArgs& args) {
     for (uint32_t m = 0; m < args.rows; ++m) rows[m] = row_factors(args, m, b);
     for (int tile = 0; tile < kTiles; ++tile) {
       const uint8_t* at = top + b * kTiles * stride + tile * 32 * K;
-      float (*z)[16] = scratch.z[b / length][tile];
       if (args.rows == 1) {
-        block_one_row<K>(at, stride, args.q + b * kBlock, rows[0], z[0]);
+        block_one_row<K>(at, stride, args.q + b * kBlock, rows[0], scratch.z[0][b / length][tile]);
       } else {
-        block_many_rows<K>(args, b, at, stride, rows, scratch.weights, z);
+        block_many_rows<K>(args, b, at, stride, rows, scratch, tile);
       }
     }
   }

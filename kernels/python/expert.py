@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -252,13 +252,21 @@ class ExpertPool:
 
     def run(self, tasks: Sequence[ExpertTask]) -> None:
         """Evaluates the tasks and returns when every output row is written. Raises ValueError for a malformed task, naming the field."""
-        if not tasks:
-            return
+        self.prepare(tasks)()
+
+    def prepare(self, tasks: Sequence[ExpertTask]) -> Callable[[], None]:
+        """A call that evaluates these tasks as often as it is made, with whatever their arrays hold then: `run` without its checks in Python.
+
+        Raises ValueError for a malformed task, naming the field.
+        """
         native = (_Task * len(tasks))()
-        keep = [_fill_task(native[i], task) for i, task in enumerate(tasks)]
-        if self._library.moe_pool_run(self._open(), native, len(tasks)) != 0:
-            raise ValueError(self._library.moe_last_error().decode())
-        del keep  # the row arrays had to live until here
+        keep = [(task, _fill_task(native[i], task)) for i, task in enumerate(tasks)]
+
+        def call() -> None:
+            if self._library.moe_pool_run(self._open(), native, len(keep)) != 0:  # keep: the arrays live as long as the call
+                raise ValueError(self._library.moe_last_error().decode())
+
+        return call
 
     def close(self) -> None:
         """Ends the threads. Closing twice is harmless."""
