@@ -1,4 +1,4 @@
-"""Names of a deployment's shared-memory segments, and what is left of a dead one."""
+"""Names of a deployment's shared-memory segments, and the half-made ones that a dead maker left."""
 
 from __future__ import annotations
 
@@ -27,20 +27,6 @@ def reclaim_temporaries(path: str) -> list[str]:
         if _is_abandoned(candidate):
             candidate.unlink(missing_ok=True)
             removed.append(str(candidate))
-    return removed
-
-
-def reclaim(shm_dir: str | os.PathLike[str], instance: str) -> list[str]:
-    """Removes every segment of an instance that no live process holds, and returns their names.
-
-    For the supervisor: after its children are gone, or before it starts them, when the records are not to be kept.
-    """
-    removed = []
-    for path in (arena_path(shm_dir, instance), ctl_path(shm_dir, instance)):
-        removed += reclaim_temporaries(path)
-        if os.path.exists(path) and not _is_locked(pathlib.Path(path)):
-            pathlib.Path(path).unlink(missing_ok=True)
-            removed.append(path)
     return removed
 
 
