@@ -1,0 +1,299 @@
+"""Bad input: always OpenAI's error shape, always the field at fault, never a generation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.schemas import _REFUSED
+from tests.gateway.fake_worker import Finish, Say
+from tests.gateway.stack import HELLO, MODEL, Stack
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BOTH = (CHAT, TEXT)
+NOT_NUMBERS = ["1", "NaN", True, [], {}]
+NOT_INTEGERS = ["1", 1.5, 1e30, True, [], {}]
+NOT_BOOLEANS = ["true", 0, 1, [], {}]
+NOT_STRINGS = [5, True, [], {}]
+NOT_OBJECTS = [5, "x", True, []]
+
+# field → values that must be refused, for both endpoints
+SHARED: dict[str, list[Any]] = {
+    "model": [None, "", *NOT_STRINGS],
+    "temperature": [-1, -0.001, 2.001, *NOT_NUMBERS],
+    "top_p": [0, -1, 2, *NOT_NUMBERS],
+    "top_k": [-2, -5, 2**40, *NOT_INTEGERS],
+    "min_p": [-0.1, 1.1, *NOT_NUMBERS],
+    "repetition_penalty": [0, -1, 11, *NOT_NUMBERS],
+    "presence_penalty": [-2.1, 2.1, *NOT_NUMBERS],
+    "frequency_penalty": [-2.1, 2.1, *NOT_NUMBERS],
+    "logit_bias": [
+        {"x": 1},
+        {"-1": 1},
+        {"1.5": 1},
+        {"٣": 1},
+        {"5": 101},
+        {"5": -101},
+        {"5": "1"},
+        {"5": True},
+        {"99999": 1},
+        {"9" * 30: 1},
+        5,
+        "x",
+        [],
+    ],
+    "seed": [2**63, -(2**63) - 1, *NOT_INTEGERS],
+    "stop": ["", [""], ["a"] * 17, [5], "x" * 513, 5, True, {}],
+    "stop_token_ids": [[-1], [2**33], [True], ["1"], [99999], [0] * 1025, 5, "x", {}],
+    "min_tokens": [-1, *NOT_INTEGERS],
+    "max_tokens": [0, -1, 10**30, *NOT_INTEGERS],
+    "ignore_eos": NOT_BOOLEANS,
+    "include_stop_str_in_output": NOT_BOOLEANS,
+    "skip_special_tokens": NOT_BOOLEANS,
+    "n": [0, -1, 2, 129, *NOT_INTEGERS],
+    "stream": NOT_BOOLEANS,
+    "stream_options": [{"include_usage": "x"}, {"include_usage": True}, *NOT_OBJECTS],
+    "user": NOT_STRINGS,
+    "metadata": NOT_OBJECTS,
+    "store": NOT_BOOLEANS,
+    "service_tier": NOT_STRINGS,
+    "response_format": [
+        "json",
+        {},
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "schema": {}},
+        {"type": "json_schema", "json_schema": None},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_object"},
+        5,
+        [],
+    ],
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CHAT_ONLY: dict[str, list[Any]] = {
+    "messages": [None, [], 5, "x", {}],
+    "max_completion_tokens": [0, -1, 10**30, *NOT_INTEGERS],
+    "logprobs": NOT_BOOLEANS,
+    "top_logprobs": [-1, 21, 5, *NOT_INTEGERS],
+    "tools": [5, "x", {}],
+    "tool_choice": ["x", "required", 5, [], {}, {"type": "function", "function": {"name": "g"}}],
+    "parallel_tool_calls": NOT_BOOLEANS,
+    "reasoning_effort": ["x", "Low", 5, True, [], {}],
+    "include_reasoning": NOT_BOOLEANS,
+    "chat_template_kwargs": [
+        {"enable_thinking": "no"},
+        {"thinking": 1},
+        {"reasoning_effort": "x"},
+        {"clear_thinking": 0},
+        {"messages": []},
+        {"tools": []},
+        {"add_generation_prompt": False},
+        *NOT_OBJECTS,
+    ],
+    "thinking": [{}, {"type": "x"}, {"type": True}, {"type": "enabled", "clear_thinking": 1}, *NOT_OBJECTS],
+}
+TEXT_ONLY: dict[str, list[Any]] = {
+    "prompt": [None, "", [], [""], ["a", "b"], [[]], [[1], [2]], [True], [-1], [99999], [1, "a"], [1.5], [None], {}, 5, True],
+    "logprobs": [-1, 21, *NOT_INTEGERS],
+    "add_special_tokens": NOT_BOOLEANS,
+    "echo": [True],
+    "suffix": ["x"],
+    "best_of": [2],
+}
+CASES = [
+    (path, name, value)
+    for path, table in [(CHAT, SHARED), (TEXT, SHARED), (CHAT, CHAT_ONLY), (TEXT, TEXT_ONLY)]
+    for name, values in table.items()
+    for value in values
+]
+
+
+def check_error(response: Any, param: str | None, status: int = 400) -> dict[str, Any]:
+    """The one shape of errors: exactly these four keys, nothing of the framework's own."""
+    body = response.json()
+    assert response.status_code == status, response.text
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert isinstance(body["error"]["code"], str)
+    assert isinstance(body["error"]["message"], str)
+    assert body["error"]["param"] == param
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(("path", "name", "value"), CASES, ids=lambda value: str(value)[:40])
+def test_every_field_out_of_range_or_of_the_wrong_type_is_refused_by_name(stack: Stack, path: str, name: str, value: Any) -> None:
+    """400, OpenAI's shape, `param` names the field, and the worker is not bothered."""
+    error = check_error(stack.post(path, **{name: value}), name)
+    assert name in error["message"]
+    assert stack.worker.requests == []
+
+
+@pytest.mark.parametrize(("path", "name"), [(CHAT, "model"), (CHAT, "messages"), (TEXT, "model"), (TEXT, "prompt")])
+def test_a_missing_field_is_named(stack: Stack, path: str, name: str) -> None:
+    """Required fields are asked for by name."""
+    error = check_error(stack.post(path, **{name: ...}), name)
+    assert error["code"] == "missing_required_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{"type": "x", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL, {"type": "function", "function": {}}]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools[0].function.description"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}]}, "messages[0].content[1]"),
+        (
+            {"messages": [*HELLO, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+    ],
+)
+def test_nested_faults_are_named_by_path(stack: Stack, fields: dict[str, Any], param: str) -> None:
+    """Inside messages and tools, `param` is the path of the part at fault."""
+    check_error(stack.post(**fields), param)
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize("name", sorted(_REFUSED))
+def test_fields_that_cannot_be_honoured_are_refused_but_their_neutral_values_pass(stack: Stack, path: str, name: str) -> None:
+    """What would silently change the answer is 400 unsupported_parameter; null and the values that ask for nothing are accepted."""
+    error = check_error(stack.post(path, **{name: {"some": "thing"}}), name)
+    assert error["code"] == "unsupported_parameter"
+    for neutral in (None, *_REFUSED[name]):
+        assert stack.post(path, **{name: neutral}).status_code == 200
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_null_means_absent(stack: Stack, path: str) -> None:
+    """Every optional field may be null."""
+    required = {"model", "messages", "prompt"}
+    table = SHARED | (CHAT_ONLY if path == CHAT else TEXT_ONLY)
+    assert stack.post(path, **{name: None for name in table if name not in required}).status_code == 200
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_unknown_and_harmless_fields_are_ignored(stack: Stack, path: str) -> None:
+    """Fields of other servers, user, metadata and the like change nothing."""
+    fields = {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "frobnicate": 5}
+    assert stack.post(path, **fields).status_code == 200
+
+
+@pytest.mark.parametrize("path", BOTH)
+@pytest.mark.parametrize(
+    ("body", "content_type"),
+    [
+        (b'{"model":"tiny",}', "application/json"),
+        (b"[]", "application/json"),
+        (b'"x"', "application/json"),
+        (b"5", "application/json"),
+        (b"null", "application/json"),
+        (b"", "application/json"),
+        (b"  \n", "application/json"),
+        (b"\xff\xfe\x00", "application/json"),
+        (b'{"temperature": NaN}', "application/json"),
+        (b'{"temperature": Infinity}', "application/json"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (b'{"a":' * 100_000, "application/json"),
+        (b"{}", "text/plain"),
+        (b"model=tiny", "application/x-www-form-urlencoded"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_bodies_that_are_no_json_object(stack: Stack, path: str, body: bytes, content_type: str) -> None:
+    """Whatever is not a JSON object is 400 invalid_json, never 500."""
+    response = stack.http.post(path, content=body, headers={"Content-Type": content_type})
+    assert check_error(response, None)["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "APPLICATION/JSON", None])
+def test_content_types_that_are_taken(stack: Stack, content_type: str | None) -> None:
+    """JSON with a charset, in any case, or without a type is read."""
+    body = json.dumps({"model": MODEL, "messages": HELLO}).encode()
+    headers = {} if content_type is None else {"Content-Type": content_type}
+    assert stack.http.post(CHAT, content=body, headers=headers).status_code == 200
+
+
+def test_half_a_surrogate_pair_in_text_is_replaced(stack: Stack) -> None:
+    """A client that cut text inside an emoji gets an answer; whole pairs stay what they are."""
+    body = b'{"model": "tiny", "messages": [{"role": "user", "content": "a\\ud83d b \\ud83e\\udd8a"}]}'
+    assert stack.http.post(CHAT, content=body).status_code == 200
+    clean = '{"model": "tiny", "messages": [{"role": "user", "content": "a\ufffd b 🦊"}]}'.encode()
+    assert stack.http.post(CHAT, content=clean).status_code == 200
+    first, second = stack.worker.requests
+    assert list(first.prompt_token_ids) == list(second.prompt_token_ids)
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_a_body_over_the_limit_is_413(stack: Stack, path: str) -> None:
+    """Declared or chunked, a body beyond GLM53_MAX_BODY_BYTES is refused before it is parsed."""
+    size = stack.settings.max_body_bytes + 1
+    check_error(stack.http.post(path, content=b" " * size), None, 413)
+    check_error(stack.http.post(path, content=iter([b" " * 1024 * 1024] * (size // 2**20 + 1))), None, 413)
+
+
+def test_too_many_messages_are_refused(stack: Stack) -> None:
+    """The number of messages is bounded and the bound is named."""
+    error = check_error(stack.post(messages=HELLO * (stack.settings.max_messages + 1)), "messages")
+    assert str(stack.settings.max_messages) in error["message"]
+
+
+@pytest.mark.parametrize("path", BOTH)
+def test_another_model_is_404(stack: Stack, path: str) -> None:
+    """A name that is not served is model_not_found, and the right name is told."""
+    error = check_error(stack.post(path, model="gpt-4o"), "model", 404)
+    assert error["code"] == "model_not_found"
+    assert MODEL in error["message"]
+
+
+def test_models_can_be_listed_and_looked_up(stack: Stack) -> None:
+    """/v1/models lists the one model with its context; another name is 404."""
+    listed = stack.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [(entry["id"], entry["object"], entry["max_model_len"]) for entry in listed["data"]] == [(MODEL, "model", 1000)]
+    assert stack.http.get(f"/v1/models/{MODEL}").json() == listed["data"][0]
+    check_error(stack.http.get("/v1/models/some/other"), "model", 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v1/nothing", 404), ("POST", "/", 404), ("GET", CHAT, 405), ("PUT", TEXT, 405)]
+)
+def test_unknown_urls_and_methods_have_openais_shape(stack: Stack, method: str, path: str, status: int) -> None:
+    """The framework's own refusals look like ours."""
+    response = stack.http.request(method, path)
+    check_error(response, None, status)
+    if status == 405:
+        assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("path", BOTH)
+def test_a_prompt_without_room_is_refused_before_any_byte(stack: Stack, path: str, streaming: bool) -> None:
+    """A prompt of the whole context or more is 400 context_length_exceeded with both numbers, streaming or not."""
+    for length in (1000, 1001, 5000):
+        fields = {"prompt": [5] * length} if path == TEXT else {"messages": [{"role": "user", "content": "7" * length}]}
+        error = check_error(stack.post(path, stream=streaming, **fields), "prompt" if path == TEXT else "messages")
+        assert error["code"] == "context_length_exceeded"
+        assert "1000" in error["message"]
+        assert str(length) in error["message"] or path == CHAT
+    assert stack.worker.requests == []
+
+
+def test_one_free_token_is_enough(stack: Stack) -> None:
+    """A prompt that leaves room for one token is taken, and max_tokens is one."""
+    stack.play(Say("a"), Finish())
+    assert stack.post(TEXT, prompt=[5] * 999).status_code == 200
+    assert stack.sampling.max_tokens == 1
