@@ -39,6 +39,9 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_MODE",
         "GLM53_MODEL_DIR",
         "GLM53_QUEUE_TIMEOUT_S",
+        "GLM53_SLOW_READER_S",
+        "GLM53_STREAM_BUFFER_EVENTS",
+        "GLM53_WATCHDOG_S",
         # cpu_expert and the CPU lane
         "GLM53_CT_A",
         "GLM53_CT_B",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +28,18 @@ class PoolExperts:
                 fill_record(checkpoint, layer, expert, shape, records[expert])
             self.shapes.append(shape)
             self.records.append(records)
+
+    def forward_ptr(self, layer: int, rows: int, top_k: int, x: int, sel: int, weights: int, *, prefill: bool, out: int) -> None:
+        """The tier engine's call on addresses."""
+        hidden = self.shapes[layer].hidden
+        self.forward(
+            layer,
+            _view(x, ctypes.c_float, rows, hidden),
+            _view(sel, ctypes.c_int64, rows, top_k),
+            _view(weights, ctypes.c_float, rows, top_k),
+            prefill,
+            _view(out, ctypes.c_float, rows, hidden),
+        )
 
     def forward(
         self,
@@ -57,3 +72,7 @@ class PoolExperts:
         picks = rows.reshape(tokens, top_k, -1)
         for k in range(top_k):
             out += weights[:, k, None] * picks[:, k]
+
+
+def _view(address: int, kind: Any, rows: int, columns: int) -> NDArray[Any]:
+    return np.ctypeslib.as_array((kind * (rows * columns)).from_address(address)).reshape(rows, columns)

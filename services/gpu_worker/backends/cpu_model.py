@@ -24,16 +24,18 @@ Array = NDArray[np.float32]
 class RoutedExperts(Protocol):
     """What evaluates the routed experts: kernels.python.tier.TierEngine, or a test's own arithmetic."""
 
-    def forward(self, layer: int, x: Array, sel: NDArray[np.int64], weights: Array, prefill: bool, out: Array) -> None:
+    def forward_ptr(self, layer: int, rows: int, top_k: int, x: int, sel: int, weights: int, *, prefill: bool, out: int) -> None:
         """out[t] = sum_k weights[t, k] * expert[sel[t, k]](x[t]).
 
         Args:
             layer: the arena's layer index.
-            x: fp32 [tokens, hidden].
-            sel: int64 [tokens, top_k].
-            weights: fp32 [tokens, top_k].
+            rows: tokens.
+            top_k: picks of a token.
+            x: address of fp32 [rows, hidden].
+            sel: address of int64 [rows, top_k].
+            weights: address of fp32 [rows, top_k].
             prefill: more than decode steps: the CPU lane stays out.
-            out: fp32 [tokens, hidden], written.
+            out: address of fp32 [rows, hidden], written.
         """
         ...
 
@@ -75,8 +77,6 @@ class Workspace:
         self.selected = Buffer(tokens, config.num_experts_per_tok, dtype=np.int64)
         self.weights = Buffer(tokens, config.num_experts_per_tok)
         self.routed = Buffer(tokens, hidden)
-        # Views for the router's results, typed for the tier engine.
-        self.selected_rows: NDArray[np.int64] = self.selected.array.view(np.int64)
 
 
 class Segments:
@@ -251,13 +251,15 @@ class CpuTextModel:
             work.weights.address,
         )
         self._mlp(moe.shared, total)
-        self._experts.forward(
+        self._experts.forward_ptr(
             moe.index,
-            work.x.array[:total],
-            work.selected_rows[:total],
-            work.weights.array[:total],
-            prefill,
-            work.routed.array[:total],
+            total,
+            config.num_experts_per_tok,
+            work.x.address,
+            work.selected.address,
+            work.weights.address,
+            prefill=prefill,
+            out=work.routed.address,
         )
 
     def _logits(self, rows: NDArray[np.int64]) -> Array:

@@ -1,0 +1,39 @@
+"""`python -m services.gpu_worker`: settings, logging, worker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+from services.common.errors import ConfigError
+from services.common.lifecycle import ExitCode
+from services.common.logs import configure_logging
+from services.gpu_worker.server import VERSION
+from services.gpu_worker.settings import GpuWorkerSettings
+from services.gpu_worker.worker import Worker
+
+log = logging.getLogger("services.gpu_worker")
+
+
+async def _serve(settings: GpuWorkerSettings) -> int:
+    return await Worker(settings).run()
+
+
+def main() -> int:
+    """Runs the worker until it is told to stop; returns the exit code."""
+    try:
+        settings = GpuWorkerSettings.load()
+    except ConfigError as error:
+        configure_logging(GpuWorkerSettings.service)
+        log.error("%s", error.message)
+        return ExitCode.CONFIG
+    configure_logging(settings.service, level=settings.log_level, json_lines=settings.log_format == "json")
+    log.info("%s %s", settings.service, VERSION)
+    for name, value, source in settings.describe():
+        log.info("%s=%s (%s)", name, value or "-", source)
+    return asyncio.run(_serve(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""What the engine knows about whatever computes logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+
+
+class BackendLostError(RuntimeError):
+    """The backend cannot go on: every later call would fail too. Any other exception concerns only the streams of the failed call."""
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """Facts that do not change while the worker lives."""
+
+    vocab_size: int
+    max_context: int  # tokens, prompt and completion together
+    max_streams: int  # most streams that are open at once
+    device: str
+    device_reason: str
+    mode: str  # fast, exact
+    mode_reason: str
+    kernel_variant: str
+    kernel_reason: str
+    arithmetic_version: int
+    abi_version: int
+    arena: str  # "loaded" or "re-attached", with its reason
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """Result of re-reading every record and slot."""
+
+    records_checked: int
+    records_bad: int
+    slots_checked: int
+    slots_bad: int
+
+
+class Stream(Protocol):
+    """One open stream. Opaque to the engine but for its length."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the stream's state holds."""
+        ...
+
+
+class Backend(Protocol):
+    """Computes next-token logits for streams. All methods but `progress`, `stats` and `verify` are called from the engine's thread only."""
+
+    info: BackendInfo
+
+    @property
+    def progress(self) -> int:
+        """Grows while the backend computes; a watchdog compares two readings. Callable from any thread."""
+        ...
+
+    @property
+    def streams_free(self) -> int:
+        """How many more streams can be opened."""
+        ...
+
+    @property
+    def memory_tokens(self) -> tuple[int, int]:
+        """(tokens of context in use, tokens reserved) over all open streams."""
+        ...
+
+    def open_stream(self) -> Stream:
+        """Opens an empty stream.
+
+        Raises:
+            RuntimeError: none is free; the engine asks `streams_free` first.
+        """
+        ...
+
+    def close_stream(self, stream: Stream) -> None:
+        """Gives the stream's memory back. Every stream is closed exactly once, also after a failed call."""
+        ...
+
+    def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
+        """Appends a chunk of prompt.
+
+        Args:
+            token_ids: at least one token, at most the chunk size that the backend was made with.
+            all_logits: logits after every token instead of after the last.
+
+        Returns:
+            fp32 [len(token_ids) or 1, vocab_size], owned by the caller.
+        """
+        ...
+
+    def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
+        """Appends one token to each stream: fp32 [len(streams), vocab_size], owned by the caller."""
+        ...
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when streams or memory are in use although no stream is open."""
+        ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the tiers, JSON-ready. Callable from any thread."""
+        ...
+
+    def verify(self) -> VerifyReport:
+        """Re-reads every record and every slot against its checksum. Callable from any thread; stops no request."""
+        ...
+
+    def close(self) -> None:
+        """Ends threads and gives memory back."""
+        ...

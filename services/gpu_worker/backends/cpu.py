@@ -1,0 +1,274 @@
+"""The backend of a machine without a GPU: the dense model and the worker's own expert lane on the CPU, the tier engine in between.
+
+The tiers are real: slots are private copies that the worker computes from, and in `fast` mode at least one miss per layer step goes to the
+cpu_expert process. Only the device differs from a GPU build.
+"""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from kernels.python import segments
+from kernels.python._layout import ABI_VERSION
+from kernels.python.arena import Arena
+from kernels.python.errors import ShmInUse, ShmNoSpace, TierTimeout
+from kernels.python.expert import ExpertShape, kernel_info
+from kernels.python.region import Region
+from kernels.python.tier import TierEngine
+from services.common.errors import ConfigError
+from services.gpu_worker.backends import cpu_arena, cpu_weights
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Stream, VerifyReport
+from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
+from services.gpu_worker.backends.cpu_state import StateShape, StreamState
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.model_config import TextConfig
+from services.gpu_worker.settings import GpuWorkerSettings
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT = 16_384
+Note = Callable[[float, str], None]
+
+
+@dataclass
+class Tiers:
+    """What the backend holds for the routed experts."""
+
+    engine: TierEngine
+    arena: Arena
+    region: Region | None
+
+    def close(self, *, unlink: bool) -> None:
+        """Ends the engine. The arena's name stays unless `unlink`: a restarted worker takes it over."""
+        self.engine.close()
+        if self.region is not None:
+            self.region.unlink()
+            self.region.close()
+        if unlink:
+            self.arena.unlink()
+        self.arena.close()
+
+
+class CpuBackend:
+    """`Backend` on the CPU.
+
+    Args:
+        model: the forward pass.
+        shape: sizes of a stream's state.
+        info: the facts.
+        tiers: the routed experts, or None when `model` got its experts elsewhere (tests).
+    """
+
+    def __init__(self, model: CpuTextModel, shape: StateShape, info: BackendInfo, tiers: Tiers | None) -> None:
+        self.info = info
+        self._model = model
+        self._shape = shape
+        self._tiers = tiers
+        self._open: dict[int, StreamState] = {}
+
+    @property
+    def progress(self) -> int:
+        """Layers computed."""
+        return self._model.progress
+
+    @property
+    def streams_free(self) -> int:
+        """Streams that can be opened."""
+        return self.info.max_streams - len(self._open)
+
+    @property
+    def memory_tokens(self) -> tuple[int, int]:
+        """(tokens held, tokens reserved)."""
+        streams = self._open.values()
+        return sum(s.length for s in streams), sum(s.capacity for s in streams)
+
+    def open_stream(self) -> StreamState:
+        """Opens an empty stream."""
+        if self.streams_free <= 0:
+            raise RuntimeError(f"all {self.info.max_streams} streams are open")
+        state = StreamState(self._shape)
+        self._open[id(state)] = state
+        return state
+
+    def close_stream(self, stream: Stream) -> None:
+        """Gives the stream's memory back."""
+        del self._open[id(stream)]
+
+    def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
+        """Appends a chunk of prompt."""
+        return self._forward([stream], [token_ids], prefill=True, all_logits=all_logits)
+
+    def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
+        """Appends one token to each stream."""
+        return self._forward(streams, [[token] for token in token_ids], prefill=False, all_logits=False)
+
+    def _forward(self, streams: Sequence[Stream], token_ids: Sequence[Sequence[int]], *, prefill: bool, all_logits: bool) -> Logits:
+        states = cast("Sequence[StreamState]", streams)
+        try:
+            return self._model.forward(states, token_ids, prefill=prefill, all_logits=all_logits)
+        except TierTimeout as error:
+            raise BackendLostError(f"the tier engine does not answer: {error}") from error
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when a stream is still open although none should be."""
+        if self._open:
+            raise RuntimeError(f"{len(self._open)} streams are open although no request runs: their memory leaked")
+
+    def stats(self) -> dict[str, Any]:
+        """The tier engine's counters."""
+        return self._tiers.engine.stats() if self._tiers is not None else {}
+
+    def verify(self) -> VerifyReport:
+        """Re-reads every record and slot."""
+        if self._tiers is None:
+            return VerifyReport(0, 0, 0, 0)
+        report = self._tiers.engine.verify()
+        return VerifyReport(report["records"], len(report["bad_records"]), report["slots"], len(report["bad_slots"]))
+
+    def close(self) -> None:
+        """Ends threads; the arena stays for the next worker, `glm53 serve` removes it at the end."""
+        if self._tiers is not None:
+            self._tiers.close(unlink=False)
+            self._tiers = None
+
+
+def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note) -> CpuBackend:
+    """Loads a checkpoint, records first.
+
+    Args:
+        settings: the worker's settings.
+        checkpoint: opened.
+        note: called with a fraction 0..1 and what is being loaded.
+
+    Raises:
+        CheckpointError: names tensor and file.
+        ConfigError: a setting does not fit the checkpoint or the machine.
+    """
+    mode, mode_reason = resolve_mode(settings.mode)
+    max_context = resolve_context(settings.context_tokens, checkpoint.config)
+    note(0.0, "checking the experts")
+    shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
+    arena, arena_reason = _arena(settings, checkpoint, shapes, lambda f, what: note(0.1 + 0.5 * f, what))
+    weights = cpu_weights.load(checkpoint, lambda f, what: note(0.6 + 0.3 * f, what))
+    note(0.9, "starting the tier engine")
+    tiers = _tiers(settings, checkpoint.config, arena, mode)
+    kernel, stats = kernel_info(), tiers.engine.stats()
+    info = BackendInfo(
+        vocab_size=checkpoint.config.vocab_size,
+        max_context=max_context,
+        max_streams=settings.max_streams,
+        device="cpu",
+        device_reason="asked for" if settings.device == "cpu" else "auto: this build has no GPU backend",
+        mode=mode,
+        mode_reason=mode_reason,
+        kernel_variant=str(stats["kernel"]),
+        kernel_reason=str(stats["kernel_reason"]),
+        arithmetic_version=kernel.arithmetic_version,
+        abi_version=ABI_VERSION,
+        arena=arena_reason,
+    )
+    model = CpuTextModel(weights, tiers.engine, max(settings.chunk_size, settings.max_streams))
+    return CpuBackend(model, StateShape.of(weights, max_context), info, tiers)
+
+
+def load_without_tiers(
+    checkpoint: Checkpoint, experts: RoutedExperts, *, max_context: int, max_streams: int, chunk_size: int
+) -> CpuBackend:
+    """The same model with experts from elsewhere: no shared memory, no other process."""
+    weights = cpu_weights.load(checkpoint, lambda _fraction, _what: None)
+    kernel = kernel_info()
+    info = BackendInfo(
+        checkpoint.config.vocab_size,
+        max_context,
+        max_streams,
+        device="cpu",
+        device_reason="no tiers",
+        mode="exact",
+        mode_reason="no tiers",
+        kernel_variant=kernel.variant,
+        kernel_reason=kernel.reason,
+        arithmetic_version=kernel.arithmetic_version,
+        abi_version=0,
+        arena="none",
+    )
+    model = CpuTextModel(weights, experts, max(chunk_size, max_streams))
+    return CpuBackend(model, StateShape.of(weights, max_context), info, None)
+
+
+def resolve_mode(mode: str) -> tuple[Literal["fast", "exact"], str]:
+    """The mode that is served, and why.
+
+    Raises:
+        ConfigError: a mode that this build does not have.
+    """
+    if mode == "auto":
+        return "fast", "auto: all records fit into memory"
+    if mode in ("fast", "exact"):
+        return cast('Literal["fast", "exact"]', mode), "asked for"
+    raise ConfigError(f"GLM53_MODE={mode} needs a GPU build with an expert store: use auto, fast or exact", param="GLM53_MODE")
+
+
+def resolve_context(asked: int, config: TextConfig) -> int:
+    """Most tokens of a stream.
+
+    Raises:
+        ConfigError: more than the model has, or than its attention covers without selecting keys.
+    """
+    limit, name = min((config.max_position_embeddings, "max_position_embeddings"), (config.index_topk, "index_topk"))
+    if asked > limit:
+        raise ConfigError(
+            f"GLM53_CONTEXT_TOKENS={asked} is more than the checkpoint's {name} {limit}: lower it", param="GLM53_CONTEXT_TOKENS"
+        )
+    return asked or min(DEFAULT_CONTEXT, limit)
+
+
+def _arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape], note: Note) -> tuple[Arena, str]:
+    """The arena with every record in it, and how it came about."""
+    path = segments.arena_path(settings.shm_dir, settings.instance)
+    try:
+        arena = Arena.attach_or_create(path, shapes, checkpoint.config.n_routed_experts, checkpoint.hash)
+    except ShmNoSpace as error:
+        raise ConfigError(f"{settings.shm_dir} is too small for the expert records: {error}", param="GLM53_SHM_DIR") from error
+    except ShmInUse as error:
+        raise ConfigError(f"another worker serves instance {settings.instance!r}: {error}", param="GLM53_INSTANCE") from error
+    if arena.reattached:
+        return arena, "re-attached: the records of an earlier worker are still in shared memory"
+    try:
+        cpu_arena.fill(checkpoint, shapes, arena, note)
+        arena.seal()
+    except BaseException:
+        # A half-filled arena has no name yet; closing gives its memory back.
+        arena.close()
+        raise
+    return arena, f"loaded: {arena.note}" if arena.note else "loaded: no records in shared memory"
+
+
+def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: Literal["fast", "exact"]) -> Tiers:
+    shared = settings.expert_backend == "shm" and mode == "fast"
+    region = None
+    if shared:
+        region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
+    heat = pathlib.Path(settings.heat_file) if settings.heat_file else None
+    try:
+        engine = TierEngine(
+            arena,
+            region,
+            mode=mode,
+            num_slots=settings.ec_max_slots or None,
+            backend=settings.expert_backend,
+            variant=settings.ct_isa,
+            threads=settings.backend_threads,
+            admit_after=settings.ec_admit_after,
+            ct_timeout_ms=settings.ct_timeout_ms,
+            heat_file=str(heat) if heat else None,
+            ct_a_us=settings.ct_a,
+            ct_b_us=settings.ct_b,
+            ct_tzc_us=settings.ct_tzc,
+        )
+    except ValueError as error:
+        raise ConfigError(f"the tier engine refuses its settings: {error}", param="GLM53_EC_MAX_SLOTS") from error
+    return Tiers(engine, arena, region)

@@ -1,0 +1,83 @@
+"""One running request's way from logits to events: prompt scores, sampling, stop conditions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker import sampling
+from services.gpu_worker.backends.base import Logits
+from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.output import Ending, OutputStream
+from services.gpu_worker.request import Event, OutToken, Request, Tokens
+
+
+class Generation:
+    """The per-request part of the engine's work after a forward pass.
+
+    Args:
+        request: the request; its `next_token` and `num_generated` are kept here.
+        eos_token_ids: the model's end tokens.
+        tokens: bytes of every token.
+    """
+
+    def __init__(self, request: Request, eos_token_ids: frozenset[int], tokens: TokenTable) -> None:
+        spec = request.spec
+        self._request = request
+        self._tokens = tokens
+        self._scores = spec.prompt_scores
+        self._last_row: NDArray[np.float32] | None = None  # logits after the newest prompt token, for scoring the next chunk's first
+        self._output = OutputStream(spec.sampling, eos_token_ids, tokens)
+        self._sampler = sampling.Sampler(
+            spec.sampling, spec.prompt, eos_token_ids | spec.sampling.stop_token_ids, len(tokens), spec.thinking_budget
+        )
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """True when prefill must return the logits of every prompt token."""
+        return self._scores is not None
+
+    def score_prompt(self, start: int, chunk: Sequence[int], logits: Logits) -> tuple[OutToken, ...]:
+        """Prompt tokens of a chunk with their log-probabilities, from the first scored position on.
+
+        Args:
+            start: position of the chunk's first token.
+            chunk: its tokens.
+            logits: fp32 [len(chunk), vocab], row i after token i.
+        """
+        if self._scores is None:
+            return ()
+        out: list[OutToken] = []
+        for i, token_id in enumerate(chunk):
+            row = logits[i - 1] if i > 0 else self._last_row
+            if start + i >= self._scores.first or (start + i == 0 and self._scores.first == 1):
+                out.append(self._out_token(token_id, row, self._scores.top))
+        self._last_row = logits[-1].copy()
+        return tuple(out)
+
+    def _out_token(self, token_id: int, row: NDArray[np.float32] | None, top: int) -> OutToken:
+        """A prompt token; the very first of a prompt has no log-probability."""
+        piece, special = self._tokens.pieces[token_id], token_id in self._tokens.added
+        if row is None:
+            return OutToken(token_id, piece, special)
+        logprobs = sampling.log_softmax(row)
+        return OutToken(token_id, piece, special, float(logprobs[token_id]), sampling.ranked(logprobs, top))
+
+    def advance(self, row: NDArray[np.float32]) -> tuple[list[Event], Ending | None]:
+        """Chooses the next token from raw logits [vocab].
+
+        Returns:
+            events to send, and the ending if the generation is over.
+        """
+        token_id = self._sampler.choose(row)
+        self._request.num_generated += 1
+        self._request.next_token = token_id
+        wanted = self._request.spec.sampling.logprobs
+        if wanted < 0:
+            out, ending = self._output.push(token_id)
+        else:
+            logprobs = sampling.log_softmax(row)
+            out, ending = self._output.push(token_id, logprob=float(logprobs[token_id]), top=sampling.ranked(logprobs, wanted))
+        return [Tokens(tuple(out))] if out else [], ending

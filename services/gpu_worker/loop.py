@@ -1,0 +1,351 @@
+"""The engine: receive, schedule, forward, emit. Start reading at `EngineLoop.step`.
+
+One thread runs the loop and is the only one that touches the backend and the requests that it was given. Other threads hand in requests and
+cancellations under a lock and read counters. With nothing to do the loop sleeps on a condition.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady
+from services.gpu_worker.backends.base import Backend, BackendLostError, Logits
+from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.generation import Generation
+from services.gpu_worker.metrics import EngineMetrics
+from services.gpu_worker.queue import FairQueue
+from services.gpu_worker.request import Admitted, Failed, FinishReason, PrefillProgress, Request, RequestState
+
+log = logging.getLogger(__name__)
+
+# After so many failed passes in a row the backend counts as lost: a restart helps more than failing every request.
+MAX_FAILURES_IN_A_ROW = 3
+IDLE_WAIT_S = 1.0
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Bounds of the engine."""
+
+    max_queued: int = 64
+    chunk_size: int = 256  # prompt tokens of one pass
+    busy_chunk_size: int = 64  # the same while others decode, so that their tokens keep coming
+    slow_reader_s: float = 30.0
+    ageing_s: float = 10.0
+
+
+class EngineLoop:
+    """Serves requests with a backend.
+
+    Args:
+        backend: computes logits.
+        tokens: bytes of every token.
+        eos_token_ids: the model's end tokens.
+        limits: bounds.
+        metrics: counters that the loop keeps.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokens: TokenTable,
+        eos_token_ids: frozenset[int],
+        limits: EngineLimits,
+        metrics: EngineMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._backend = backend
+        self._tokens = tokens
+        self._eos = eos_token_ids
+        self._limits = limits
+        self.metrics = metrics
+        self._clock = clock
+        self._lock = threading.Condition()
+        self._queue = FairQueue(limits.max_queued, limits.ageing_s)
+        self._live: dict[str, Request] = {}
+        self._generations: dict[str, Generation] = {}
+        self._prefilling: deque[Request] = deque()
+        self._decoding: list[Request] = []
+        self._failures_in_a_row = 0
+        self._stopping = False
+        self._draining = False
+        self.steps = 0
+        self.fatal: BaseException | None = None
+
+    # ---- any thread ------------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Puts a request into the queue.
+
+        Raises:
+            QueueFull: carries a wait estimate.
+            NotReady: the engine drains, stopped or is lost.
+            InvalidRequest: a live request has the same id.
+        """
+        with self._lock:
+            if self.fatal is not None or self._stopping or self._draining:
+                raise NotReady("the worker is shutting down" if self.fatal is None else "the worker failed and restarts", retry_after_s=5.0)
+            if request.spec.request_id in self._live:
+                raise InvalidRequest(f"a request with id {request.spec.request_id!r} is running", param="request_id")
+            request.times.submitted = self._clock()
+            self._queue.put(request, self.metrics.tokens_per_s, self._running_tokens())
+            self._live[request.spec.request_id] = request
+            self.metrics.requests_received.inc()
+            self._lock.notify()
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancels a request; it leaves the engine before the next pass. False when no such request lives."""
+        with self._lock:
+            request = self._live.get(request_id)
+            if request is None:
+                return False
+            request.cancelled = True
+            self._lock.notify()
+            return True
+
+    def wake(self) -> None:
+        """Makes the loop look again: a reader caught up."""
+        with self._lock:
+            self._lock.notify()
+
+    def drain(self) -> None:
+        """From now on new requests are refused with NotReady; live ones go on."""
+        with self._lock:
+            self._draining = True
+
+    def stop(self) -> None:
+        """Ends the loop after the current pass; what still lives fails with NotReady."""
+        with self._lock:
+            self._stopping = True
+            self._lock.notify()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that wait or run."""
+        return len(self._live)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in prefill or decode."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def has_work(self) -> bool:
+        """True while a pass is due: a watchdog expects progress then."""
+        return any(not r.sink.full for r in [*self._prefilling, *self._decoding]) or (self.num_running == 0 and self.num_queued > 0)
+
+    @property
+    def progress(self) -> int:
+        """Grows while the engine gets on with its work."""
+        return self.steps + self._backend.progress
+
+    # ---- the engine's thread ---------------------------------------------------------------------------------------------------
+
+    def run_forever(self) -> None:
+        """Runs until `stop`, or until the backend is lost: then `fatal` is set and every request has failed."""
+        try:
+            while not self._stopping:
+                if not self.step():
+                    self._wait_for_work()
+        except Exception as error:
+            log.exception("the engine cannot go on")
+            self.fatal = error
+        finally:
+            with self._lock:
+                self._stopping = True
+            self._fail_all()
+
+    def step(self) -> bool:
+        """Receive, schedule, forward, emit. False when there was nothing to do."""
+        self.steps += 1
+        self._receive()
+        self._admit()
+        worked = self._prefill_one_chunk()
+        worked = self._decode_all() or worked
+        if not worked and not self._live:
+            self._backend.check_idle()
+        self._update_gauges()
+        return worked
+
+    def _wait_for_work(self) -> None:
+        with self._lock:
+            if not self._stopping and not any(request.cancelled for request in self._live.values()):
+                ready = self.has_work and (self._queue or self.num_running)
+                if not ready:
+                    self._lock.wait(IDLE_WAIT_S)
+
+    def _receive(self) -> None:
+        """Acts on cancellations, on requests that waited too long and on readers that stopped reading."""
+        now = self._clock()
+        with self._lock:
+            cancelled = [request for request in self._live.values() if request.cancelled]
+            for request in cancelled:
+                self._queue.remove(request)
+            expired = self._queue.expired(now)
+            stalled = [r for r in self._live.values() if r.sink.stalled_s(now) > self._limits.slow_reader_s and not r.cancelled]
+        for request in cancelled:
+            self._end(request, RequestState.CANCELLED)
+        for request in expired:
+            waited = f"waited {now - request.times.submitted:.1f} s in the queue, longer than its {request.spec.queue_timeout_s:g} s"
+            self._fail(request, DeadlineExceeded(f"the request {waited}", retry_after_s=5.0))
+        for request in stalled:
+            self.metrics.slow_readers.inc()
+            self._fail(request, DeadlineExceeded(f"the reader took no event for {self._limits.slow_reader_s:g} s"))
+
+    def _admit(self) -> None:
+        """Takes requests from the queue while streams are free."""
+        while self._backend.streams_free > 0:
+            now = self._clock()
+            with self._lock:
+                request = self._queue.pop(now)
+            if request is None:
+                return
+            request.advance(RequestState.PREFILL)
+            request.times.admitted = now
+            request.stream = self._backend.open_stream()
+            self._generations[request.spec.request_id] = Generation(request, self._eos, self._tokens)
+            self._prefilling.append(request)
+            self.metrics.queue_wait.observe(now - request.times.submitted)
+            request.sink.put(Admitted(now - request.times.submitted, cached_tokens=0))
+
+    def _prefill_one_chunk(self) -> bool:
+        """One chunk of the prompt whose turn it is; prompts take turns, so that a short one does not wait for a long one."""
+        request = next((r for r in self._prefilling if not r.sink.full), None)
+        if request is None:
+            return False
+        self._prefilling.remove(request)
+        size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
+        start, prompt = request.num_prefilled, request.spec.prompt
+        chunk = prompt[start : start + size]
+        generation = self._generations[request.spec.request_id]
+        logits = self._forward([request], lambda: self._backend.prefill(_stream(request), chunk, all_logits=generation.wants_prompt_scores))
+        if logits is None:
+            return True
+        request.num_prefilled += len(chunk)
+        self.metrics.prefill_tokens.inc(len(chunk))
+        scored = generation.score_prompt(start, chunk, logits)
+        request.sink.put(PrefillProgress(request.num_prefilled, len(prompt), scored))
+        if request.num_prefilled < len(prompt):
+            self._prefilling.append(request)
+            return True
+        request.times.prefilled = self._clock()
+        if request.spec.sampling.max_tokens == 0:
+            self._end(request, RequestState.FINISHED, reason=FinishReason.LENGTH)
+            return True
+        request.advance(RequestState.DECODE)
+        self._decoding.append(request)
+        self._emit(request, logits[-1:])
+        return True
+
+    def _decode_all(self) -> bool:
+        """One token for every stream whose reader keeps up."""
+        batch = [request for request in self._decoding if not request.sink.full]
+        if not batch:
+            return False
+        tokens = [_next_token(request) for request in batch]
+        logits = self._forward(batch, lambda: self._backend.decode([_stream(r) for r in batch], tokens))
+        if logits is None:
+            return True
+        for i, request in enumerate(batch):
+            self._emit(request, logits[i : i + 1])
+        self.metrics.decode_steps.inc()
+        return True
+
+    def _forward(self, requests: list[Request], call: Callable[[], Logits]) -> Logits | None:
+        """Runs a pass. A pass that fails takes only its own requests with it, unless the backend is lost."""
+        try:
+            logits = call()
+        except BackendLostError:
+            raise
+        except Exception as error:
+            self._failures_in_a_row += 1
+            log.exception("a pass over %d requests failed", len(requests))
+            for request in requests:
+                self._fail(request, EngineFailed(f"the engine failed while computing this request: {type(error).__name__}"))
+            if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+                raise BackendLostError(f"{self._failures_in_a_row} passes failed in a row") from error
+            return None
+        self._failures_in_a_row = 0
+        return logits
+
+    def _emit(self, request: Request, row: Logits) -> None:
+        """Samples from a row of logits and sends what may go out."""
+        events, ending = self._generations[request.spec.request_id].advance(row[0])
+        self.metrics.decode_tokens.inc()
+        self.metrics.note_token(request, self._clock())
+        for event in events:
+            request.sink.put(event)
+        if ending is not None:
+            self._end(request, RequestState.FINISHED, ending.reason, ending.stop_string, ending.stop_token_id)
+
+    def _end(
+        self,
+        request: Request,
+        state: RequestState,
+        reason: FinishReason = FinishReason.CANCELLED,
+        stop_string: bytes = b"",
+        stop_token_id: int | None = None,
+    ) -> None:
+        event = request.finished_event(reason, self._clock(), stop_string=stop_string, stop_token_id=stop_token_id)
+        self._leave(request, state)
+        request.sink.put(event)
+
+    def _fail(self, request: Request, error: Glm53Error) -> None:
+        self._leave(request, RequestState.FAILED)
+        request.sink.put(Failed(error))
+
+    def _leave(self, request: Request, state: RequestState) -> None:
+        """Takes a request out of every list and gives its stream back."""
+        request.advance(state)
+        request.times.finished = self._clock()
+        if request in self._prefilling:
+            self._prefilling.remove(request)
+        if request in self._decoding:
+            self._decoding.remove(request)
+        self._generations.pop(request.spec.request_id, None)
+        if request.stream is not None:
+            self._backend.close_stream(request.stream)
+            request.stream = None
+        with self._lock:
+            self._live.pop(request.spec.request_id, None)
+            if request.times.admitted is not None:
+                self._queue.settle(request)
+        self.metrics.note_end(request)
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            self._queue.drain()
+            left = list(self._live.values())
+        message = "the worker shut down" if self.fatal is None else "the worker failed and restarts"
+        for request in left:
+            self._fail(request, NotReady(f"{message} while this request was running", retry_after_s=5.0))
+
+    def _running_tokens(self) -> int:
+        """What the running requests are expected to need still."""
+        running = [*self._prefilling, *self._decoding]
+        return sum(len(r.spec.prompt) - r.num_prefilled + max(0, min(r.spec.sampling.max_tokens, 256) - r.num_generated) for r in running)
+
+    def _update_gauges(self) -> None:
+        used, reserved = self._backend.memory_tokens
+        self.metrics.set_gauges(self.num_queued, self.num_running, used, reserved)
+
+
+def _stream(request: Request):  # type: ignore[no-untyped-def]
+    assert request.stream is not None
+    return request.stream
+
+
+def _next_token(request: Request) -> int:
+    assert request.next_token is not None
+    return request.next_token

@@ -1,0 +1,67 @@
+"""The bounded queue between the engine's thread and one reader."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from services.gpu_worker.request import Event
+
+
+class Mailbox:
+    """Events of one request.
+
+    The engine stops computing for a request whose mailbox is full, so that a slow reader costs neither memory nor other people's time.
+
+    Args:
+        limit: events that may wait before the mailbox counts as full.
+        notify: called from the engine's thread when something came into the empty mailbox.
+        on_space: called from the reader's thread when a full mailbox was emptied.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        notify: Callable[[], None],
+        on_space: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = limit
+        self._notify = notify
+        self._on_space = on_space
+        self._clock = clock
+        self._events: deque[tuple[float, Event]] = deque()  # append and popleft are atomic
+
+    @property
+    def full(self) -> bool:
+        """True while the reader must catch up."""
+        return len(self._events) >= self._limit
+
+    def put(self, event: Event) -> None:
+        """Adds an event. Terminal and admission events come also into a full mailbox: their number is bounded by nature."""
+        was_empty = not self._events
+        self._events.append((self._clock(), event))
+        if was_empty:
+            self._notify()
+
+    def stalled_s(self, now: float) -> float:
+        """Seconds since the oldest waiting event was put; 0 when none waits."""
+        try:
+            return max(0.0, now - self._events[0][0])
+        except IndexError:
+            return 0.0
+
+    def take(self) -> list[Event]:
+        """Everything that waits, oldest first."""
+        was_full = self.full
+        events: list[Event] = []
+        while True:
+            try:
+                events.append(self._events.popleft()[1])
+            except IndexError:
+                break
+        if was_full:
+            self._on_space()
+        return events

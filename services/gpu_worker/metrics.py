@@ -1,0 +1,179 @@
+"""Counters of the engine, as Prometheus text and as the JSON of /stats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gpu_worker.request import Request, RequestState
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+# Weight of a new reading in the moving average of the speed.
+_SPEED_WEIGHT = 0.1
+_SPEED_INTERVAL_S = 0.25
+
+
+class EngineMetrics:
+    """What the engine loop counts. Written by the engine's thread, readable from any."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        r = self.registry
+        self.requests_received = Counter("glm53_requests_received", "Requests that came into the queue.", registry=r)
+        self._ended = Counter("glm53_requests", "Requests that ended, by outcome.", ["outcome"], registry=r)
+        self.prefill_tokens = Counter("glm53_prefill_tokens", "Prompt tokens computed.", registry=r)
+        self.decode_tokens = Counter("glm53_decode_tokens", "Tokens sampled.", registry=r)
+        self.decode_steps = Counter("glm53_decode_steps", "Decode passes.", registry=r)
+        self.slow_readers = Counter("glm53_slow_readers", "Streams ended because nobody read them.", registry=r)
+        self.queue_wait = Histogram("glm53_queue_wait_seconds", "Time in the queue.", buckets=_SECONDS, registry=r)
+        self._first_token = Histogram(
+            "glm53_time_to_first_token_seconds", "From submission to the first token.", buckets=_SECONDS, registry=r
+        )
+        self._between = Histogram("glm53_inter_token_seconds", "Between two tokens of a request.", buckets=_SECONDS, registry=r)
+        self._whole = Histogram("glm53_request_seconds", "From submission to the end.", buckets=_SECONDS, registry=r)
+        self._queued = Gauge("glm53_queue_depth", "Requests that wait.", registry=r)
+        self._running = Gauge("glm53_running_requests", "Requests in prefill or decode.", registry=r)
+        self._kv_used = Gauge("glm53_context_tokens_used", "Tokens of context that open streams hold.", registry=r)
+        self._kv_reserved = Gauge("glm53_context_tokens_reserved", "Tokens of context that memory is reserved for.", registry=r)
+        self._last_token: dict[str, float] = {}
+        self._speed = 0.0
+        self._speed_since = clock()
+        self._speed_tokens = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Moving average of tokens computed (prompt and output) per second of work."""
+        return self._speed
+
+    def set_gauges(self, queued: int, running: int, kv_used: int, kv_reserved: int) -> None:
+        """State after a step; also where the speed is measured."""
+        self._queued.set(queued)
+        self._running.set(running)
+        self._kv_used.set(kv_used)
+        self._kv_reserved.set(kv_reserved)
+        now = self._clock()
+        elapsed = now - self._speed_since
+        if elapsed < _SPEED_INTERVAL_S:
+            return
+        tokens = counter_value(self.prefill_tokens) + counter_value(self.decode_tokens)
+        # Idle time says nothing about speed: it is left out of the average.
+        if running and elapsed < 10 * _SPEED_INTERVAL_S:
+            rate = (tokens - self._speed_tokens) / elapsed
+            self._speed = rate if self._speed == 0.0 else (1 - _SPEED_WEIGHT) * self._speed + _SPEED_WEIGHT * rate
+        self._speed_since, self._speed_tokens = now, tokens
+
+    def note_token(self, request: Request, now: float) -> None:
+        """A token was sampled for the request."""
+        key = request.spec.request_id
+        previous = self._last_token.get(key)
+        if previous is None:
+            self._first_token.observe(now - request.times.submitted)
+        else:
+            self._between.observe(now - previous)
+        self._last_token[key] = now
+
+    def note_end(self, request: Request) -> None:
+        """The request reached a terminal state."""
+        self._last_token.pop(request.spec.request_id, None)
+        self._ended.labels(outcome=request.state.value).inc()
+        if request.times.finished is not None:
+            self._whole.observe(request.times.finished - request.times.submitted)
+
+    def outcomes(self) -> dict[str, int]:
+        """Ended requests by outcome."""
+        states = (RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED)
+        return {state.value: int(counter_value(self._ended.labels(outcome=state.value))) for state in states}
+
+    def to_json(self) -> dict[str, Any]:
+        """The engine's part of /stats."""
+        return {
+            "requests_received": int(counter_value(self.requests_received)),
+            "requests": self.outcomes(),
+            "prefill_tokens": int(counter_value(self.prefill_tokens)),
+            "decode_tokens": int(counter_value(self.decode_tokens)),
+            "decode_steps": int(counter_value(self.decode_steps)),
+            "slow_readers": int(counter_value(self.slow_readers)),
+            "queue_depth": int(gauge_value(self._queued)),
+            "running_requests": int(gauge_value(self._running)),
+            "context_tokens_used": int(gauge_value(self._kv_used)),
+            "context_tokens_reserved": int(gauge_value(self._kv_reserved)),
+            "tokens_per_s": round(self._speed, 1),
+        }
+
+    def prometheus_text(self) -> bytes:
+        """Everything in the registry."""
+        return generate_latest(self.registry)
+
+
+def counter_value(counter: Counter) -> float:
+    """Current value of a counter without labels, or of one label's child."""
+    return _value(counter, "_total")
+
+
+def gauge_value(gauge: Gauge) -> float:
+    """Current value of a gauge without labels."""
+    return _value(gauge, "")
+
+
+def _value(metric: Counter | Gauge, suffix: str) -> float:
+    for family in metric.collect():
+        for sample in family.samples:
+            if sample.name.endswith(suffix) and not sample.name.endswith("_created"):
+                return float(sample.value)
+    return 0.0
+
+
+class TierCollector(Collector):
+    """Prometheus view of the tiers' counters.
+
+    Args:
+        stats: gives the backend's current stats.
+    """
+
+    # name in stats -> (metric, help, unit of the value in the metric's unit, is a counter)
+    _FLAT: dict[str, tuple[str, str, float, bool]] = {
+        "decode_picks": ("glm53_expert_decode_picks", "Routed picks of decode steps.", 1, True),
+        "decode_hits": ("glm53_expert_decode_hits", "Of these, picks whose expert was in a slot.", 1, True),
+        "admissions": ("glm53_expert_admissions", "Records copied into a slot.", 1, True),
+        "evictions": ("glm53_expert_evictions", "Records that had to leave their slot.", 1, True),
+        "bytes_copied": ("glm53_expert_bytes_copied", "Bytes copied from the arena into slots.", 1, True),
+        "bytes_in_place": ("glm53_expert_bytes_in_place", "Bytes of records read in the arena by the device.", 1, True),
+        "cpu_lane_bytes": ("glm53_cpu_lane_bytes", "Bytes of records that the CPU lane evaluated.", 1, True),
+        "cpu_expert_bytes": ("glm53_cpu_expert_bytes", "Of these, by the cpu_expert process.", 1, True),
+        "lane_us": ("glm53_cpu_lane_seconds", "Time that jobs spent in the CPU lane.", 1e-6, True),
+        "hot_us": ("glm53_device_lane_seconds", "Time that the device's own lane took.", 1e-6, True),
+        "overrun_us": ("glm53_cpu_lane_overrun_seconds", "Time waited for the CPU lane after the device was done.", 1e-6, True),
+        "plan_us": ("glm53_plan_seconds", "Time spent planning.", 1e-6, True),
+        "aborts": ("glm53_cpu_lane_aborts", "Jobs given up.", 1, True),
+        "recomputed_picks": ("glm53_recomputed_picks", "Picks of given-up jobs computed again.", 1, True),
+        "checksum_failures": ("glm53_checksum_failures", "Records or slots whose bytes were wrong.", 1, True),
+        "slots": ("glm53_expert_slots", "Slots.", 1, False),
+        "slots_used": ("glm53_expert_slots_used", "Slots that hold a record.", 1, False),
+        "arena_bytes": ("glm53_arena_bytes", "Bytes of the arena.", 1, False),
+    }
+
+    def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """One reading."""
+        stats = self._stats()
+        for name, (metric, text, unit, is_counter) in self._FLAT.items():
+            value = stats.get(name)
+            if isinstance(value, int | float):
+                family = CounterMetricFamily(metric, text) if is_counter else GaugeMetricFamily(metric, text)
+                family.add_metric([], float(value) * unit)
+                yield family
+        if lane := stats.get("lane"):
+            yield GaugeMetricFamily("glm53_cpu_lane_up", "1 while cpu_expert serves jobs.", float(lane.get("state") == "UP"))
+        picks = CounterMetricFamily("glm53_expert_picks", "Routed picks by lane and layer.", labels=["lane", "layer"])
+        for layer, lanes in enumerate(stats.get("picks_by_layer", [])):
+            for lane, count in lanes.items():
+                picks.add_metric([lane, str(layer)], float(count))
+        yield picks

@@ -1,0 +1,187 @@
+"""From a row of logits to a token.
+
+Order: log-probabilities of the raw model, then logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, draw. Every request
+draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.request import RankedToken, SamplingParams, ThinkingBudget
+
+Row = NDArray[np.float32]
+# How many of the most likely tokens are looked at before the whole vocabulary is sorted for top-p.
+_FIRST_CANDIDATES = 64
+
+
+def log_softmax(row: Row) -> NDArray[np.float64]:
+    """Log-probabilities of one row of logits, in fp64."""
+    shifted = row.astype(np.float64) - float(row.max())
+    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+def ranked(logprobs: NDArray[np.float64], count: int) -> tuple[RankedToken, ...]:
+    """The `count` most likely tokens, best first, the lower id first among equals."""
+    count = min(count, len(logprobs))
+    if count <= 0:
+        return ()
+    best = np.argpartition(-logprobs, count - 1)[:count]
+    best = best[np.lexsort((best, -logprobs[best]))]
+    return tuple(RankedToken(int(i), float(logprobs[i])) for i in best)
+
+
+class Sampler:
+    """Chooses one request's tokens.
+
+    Args:
+        params: the request's parameters.
+        prompt: token ids, for the repetition penalty.
+        suppressed: ids that must not come before `min_tokens` (eos and stop tokens).
+        vocab_size: columns of a row.
+        budget: the thinking budget, if any.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        suppressed: frozenset[int],
+        vocab_size: int,
+        budget: ThinkingBudget | None = None,
+    ) -> None:
+        self._params = params
+        self._random = random.Random(params.seed)
+        self._num_chosen = 0
+        self._suppressed = np.array(sorted(suppressed), np.int64)
+        self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
+        self._bias = np.array([b for _, b in params.logit_bias], np.float32)
+        self._forcing = ForcedTokens(budget) if budget is not None else None
+        self._seen: NDArray[np.bool_] | None = None
+        self._counts: NDArray[np.int32] | None = None
+        if params.repetition_penalty != 1.0:
+            self._seen = np.zeros(vocab_size, np.bool_)
+            self._seen[np.asarray(prompt, np.int64)] = True
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            self._counts = np.zeros(vocab_size, np.int32)
+        self._greedy_as_is = params.temperature == 0.0 and not params.logit_bias and self._seen is None and self._counts is None
+
+    def choose(self, logits: Row) -> int:
+        """The next token for raw logits [vocab_size], which stay unchanged."""
+        forced = self._forcing.next() if self._forcing is not None else None
+        token = forced if forced is not None else self._pick(logits)
+        self._observe(token)
+        return token
+
+    def _observe(self, token: int) -> None:
+        self._num_chosen += 1
+        if self._forcing is not None:
+            self._forcing.observe(token)
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def _pick(self, logits: Row) -> int:
+        params = self._params
+        early = self._num_chosen < params.min_tokens and len(self._suppressed) > 0
+        if self._greedy_as_is and not early:
+            return int(logits.argmax())
+        scores = logits.copy()
+        if len(self._bias_ids):
+            scores[self._bias_ids] += self._bias
+        if early:
+            scores[self._suppressed] = -np.inf
+        self._penalise(scores)
+        if params.temperature == 0.0:
+            return int(scores.argmax())
+        return self._draw(scores)
+
+    def _penalise(self, scores: Row) -> None:
+        params = self._params
+        if self._seen is not None:
+            seen = scores[self._seen]
+            scores[self._seen] = np.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+        if self._counts is not None:
+            scores -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
+
+    def _draw(self, scores: Row) -> int:
+        params = self._params
+        uniform = self._random.random()
+        scaled = scores.astype(np.float64) / params.temperature
+        weights = np.exp(scaled - scaled.max())
+        if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+            return _inverse(np.cumsum(weights), uniform)
+        order = self._candidates(weights)
+        kept = weights[order]
+        if params.top_p < 1.0:
+            before = np.cumsum(kept) - kept
+            # The nucleus is taken of what top-k left, as transformers' processors do one after the other.
+            total = kept.sum() if params.top_k > 0 else weights.sum()
+            kept = kept[before < params.top_p * total]
+        if params.min_p > 0.0:
+            kept = kept[kept >= params.min_p * kept[0]]
+        return int(order[_inverse(np.cumsum(kept), uniform)])
+
+    def _candidates(self, weights: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Token ids by falling weight (lower id first among equals), enough of them for top-k, top-p and min-p."""
+        params, size = self._params, len(weights)
+        if params.top_k > 0:
+            wanted = min(params.top_k, size)
+        elif params.top_p < 1.0:
+            wanted = min(_FIRST_CANDIDATES, size)
+        else:
+            wanted = int((weights >= params.min_p * weights.max()).sum())
+        while True:
+            order = _top(weights, wanted)
+            enough = params.top_k > 0 or params.top_p >= 1.0 or wanted == size
+            if enough or weights[order].sum() >= params.top_p * weights.sum():
+                return order
+            wanted = min(wanted * 8, size)
+
+
+def _top(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    if count < len(weights):
+        # Everything that ties with the last place is ranked too, so that ids and not memory order break the tie.
+        threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
+        chosen = np.flatnonzero(weights >= threshold)
+    else:
+        chosen = np.arange(len(weights))
+    order: NDArray[np.int64] = chosen[np.lexsort((chosen, -weights[chosen]))][:count]
+    return order
+
+
+def _inverse(cumulative: NDArray[np.float64], uniform: float) -> int:
+    """Index drawn by inverting a cumulative sum; never an index of zero weight."""
+    return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), len(cumulative) - 1)
+
+
+class ForcedTokens:
+    """The thinking budget as a state machine: counts, then forces, then lets go."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        self._num_seen = 0
+        self._num_forced = 0
+        self._over = False
+
+    def next(self) -> int | None:
+        """The token that must come now, or None when the choice is free."""
+        if self._over or self._num_seen - self._num_forced < self._budget.budget:
+            return None
+        return self._budget.forced_token_ids[self._num_forced]
+
+    def observe(self, token: int) -> None:
+        """Takes note of the token that came."""
+        if self._over:
+            return
+        forced = self._num_seen - self._num_forced >= self._budget.budget
+        self._num_seen += 1
+        self._num_forced += int(forced)
+        finished = forced and self._num_forced == len(self._budget.forced_token_ids)
+        self._over = finished or (not forced and token == self._budget.end_token_id)

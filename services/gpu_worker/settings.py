@@ -1,0 +1,114 @@
+"""Settings of the gpu_worker service."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from services.common.settings import ServiceSettings
+
+
+class GpuWorkerSettings(ServiceSettings):
+    """What the worker reads from its environment."""
+
+    service: ClassVar[str] = "gpu_worker"
+
+    worker_address: str = Field(
+        "127.0.0.1:30051",
+        validation_alias="GLM53_WORKER_ADDRESS",
+        description="Where gRPC listens: host:port, or unix:/path/to/socket.",
+    )
+    model_dir: str = Field(
+        "models/tiny/checkpoint",
+        validation_alias="GLM53_MODEL_DIR",
+        description="Checkpoint directory: config.json, tokenizer, safetensors.",
+    )
+    served_name: str = Field(
+        "",
+        validation_alias="SERVED_NAME",
+        max_length=128,
+        description="Model name that clients ask for; empty: glm-5.3-flash for the real checkpoint, glm-5.3-tiny for the shipped one.",
+    )
+    mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
+        "auto", validation_alias="GLM53_MODE", description="Tiers that serve the experts: auto takes fast. The nvme modes need a GPU build."
+    )
+    device: Literal["auto", "cpu"] = Field("auto", validation_alias="GLM53_DEVICE", description="What computes the model.")
+    context_tokens: int = Field(
+        0,
+        validation_alias="GLM53_CONTEXT_TOKENS",
+        ge=0,
+        description="Most tokens of prompt and completion; 0: min(16384, what the model has).",
+    )
+    chunk_size: int = Field(256, validation_alias="GLM53_CHUNK_SIZE", ge=16, le=8192, description="Prompt tokens of one prefill pass.")
+    max_streams: int = Field(8, validation_alias="GLM53_MAX_STREAMS", ge=1, le=64, description="Most streams in one decode step.")
+    max_queued: int = Field(64, validation_alias="GLM53_MAX_QUEUED", ge=1, le=100_000, description="Most requests that wait.")
+    queue_timeout_s: float = Field(
+        60.0,
+        validation_alias="GLM53_QUEUE_TIMEOUT_S",
+        gt=0,
+        le=86_400,
+        description="Longest wait in the queue, where the client names none.",
+    )
+    slow_reader_s: float = Field(
+        30.0, validation_alias="GLM53_SLOW_READER_S", gt=0, le=3600, description="A stream whose reader takes nothing for so long is ended."
+    )
+    stream_buffer_events: int = Field(
+        256, validation_alias="GLM53_STREAM_BUFFER_EVENTS", ge=1, le=65_536, description="Events that may wait for one stream's reader."
+    )
+    backend_threads: int = Field(
+        1,
+        validation_alias="GLM53_BACKEND_THREADS",
+        ge=1,
+        le=256,
+        description="Threads of the worker's own expert kernel on the CPU device.",
+    )
+    ec_max_slots: int = Field(
+        0, validation_alias="GLM53_EC_MAX_SLOTS", ge=0, description="Expert slots of the cache; 0: a quarter of the experts."
+    )
+    ec_admit_after: int = Field(
+        2, validation_alias="GLM53_EC_ADMIT_AFTER", ge=1, le=1000, description="An expert gets a slot when it is picked for this time."
+    )
+    expert_backend: Literal["shm", "in_process"] = Field(
+        "shm",
+        validation_alias="GLM53_EXPERT_BACKEND",
+        description="Who computes the CPU lane: the cpu_expert process, or the worker itself.",
+    )
+    heat_file: str = Field("", validation_alias="GLM53_HEAT_FILE", description="Where experts' heat is kept over restarts; empty: nowhere.")
+    ct_isa: Literal["auto", "scalar", "avx2", "avx512bw", "avx512vbmi", "avxvnni"] = Field(
+        "auto", validation_alias="GLM53_CT_ISA", description="Instruction set of the expert kernels."
+    )
+    ct_timeout_ms: int = Field(
+        500,
+        validation_alias="GLM53_CT_TIMEOUT_MS",
+        ge=1,
+        le=600_000,
+        description="A CPU-lane job that takes longer is computed by the worker.",
+    )
+    ct_a: float | None = Field(
+        None, validation_alias="GLM53_CT_A", ge=0, description="CPU lane: fixed cost of a job, microseconds; measured when unset."
+    )
+    ct_b: float | None = Field(
+        None, validation_alias="GLM53_CT_B", ge=0, description="CPU lane: cost per expert, microseconds; measured when unset."
+    )
+    ct_tzc: float | None = Field(
+        None, validation_alias="GLM53_CT_TZC", ge=0, description="Zero-copy cost per expert, microseconds; measured when unset."
+    )
+    drain_timeout_s: float = Field(
+        30.0, validation_alias="GLM53_DRAIN_TIMEOUT_S", ge=0, le=3600, description="How long live streams may go on after SIGTERM."
+    )
+    watchdog_s: float = Field(
+        60.0, validation_alias="GLM53_WATCHDOG_S", gt=0, le=3600, description="Work pending without progress for so long ends the worker."
+    )
+
+    @field_validator("worker_address")
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        if value.startswith("unix:"):
+            if len(value) <= len("unix:"):
+                raise ValueError("unix: needs a path, e.g. unix:/run/glm53/worker.sock")
+            return value
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdigit() or not 0 <= int(port) <= 65_535:
+            raise ValueError("need host:port or unix:/path, e.g. 127.0.0.1:30051")
+        return value

@@ -1,0 +1,245 @@
+"""The worker process: listens at once, loads, serves, drains. `__main__` hands it the settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pathlib
+import signal
+import threading
+import time
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from services.common.errors import Glm53Error
+from services.common.lifecycle import ExitCode, ServiceState
+from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
+from services.gpu_worker import convert
+from services.gpu_worker.backends import cpu
+from services.gpu_worker.backends.base import Backend
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.loop import EngineLimits, EngineLoop
+from services.gpu_worker.metrics import EngineMetrics
+from services.gpu_worker.model_config import ARCHITECTURE
+from services.gpu_worker.server import ErrorInterceptor, Serving, WorkerService
+from services.gpu_worker.settings import GpuWorkerSettings
+from services.gpu_worker.stats import StatsReport
+from services.gpu_worker.status import ModelFacts, WorkerStatus
+from services.gpu_worker.tokenizer_files import TokenizerFiles
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "glm53.worker.v1.Worker"
+CRASH_EXIT = 1  # not a boot failure: the supervisor starts the worker again
+_TICK_S = 0.25
+_SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 256 * 1024 * 1024),
+    ("grpc.so_reuseport", 0),
+    # A gateway that vanished without closing its connection is noticed, and its requests are cancelled.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class Worker:
+    """One worker process.
+
+    Args:
+        settings: the service's settings.
+    """
+
+    def __init__(self, settings: GpuWorkerSettings) -> None:
+        self._settings = settings
+        self.status = WorkerStatus()
+        self.service = WorkerService(self.status, settings.stream_buffer_events)
+        self.port = 0  # the port that was bound, for addresses with port 0
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._backend: Backend | None = None
+        self._engine: EngineLoop | None = None
+        self._engine_thread: threading.Thread | None = None
+        self._stop = asyncio.Event()
+        self._began = time.monotonic()
+
+    async def run(self) -> int:
+        """Serves until SIGTERM or SIGINT, or until the engine is lost; returns the exit code."""
+        server = await self.listen()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+        try:
+            code = await self._load_and_serve()
+        finally:
+            await self._shut_down(server)
+        return code
+
+    async def listen(self) -> grpc.aio.Server:
+        """Binds the address and answers Info and health from now on."""
+        server = grpc.aio.server(interceptors=(ErrorInterceptor(self._settings.slow_reader_s),), options=_SERVER_OPTIONS)
+        pb_grpc.add_WorkerServicer_to_server(self.service, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        await self._set_health(serving=False)
+        self.port = server.add_insecure_port(self._settings.worker_address)
+        await server.start()
+        log.info("listening on %s", self._settings.worker_address)
+        return server
+
+    async def load(self) -> None:
+        """Loads the checkpoint and starts the engine's thread; the worker is READY afterwards.
+
+        Raises:
+            Glm53Error: the checkpoint or a setting is wrong.
+        """
+        self.status.advance(ServiceState.LOADING)
+        await asyncio.to_thread(self._load)
+        self.status.advance(ServiceState.READY)
+        await self._set_health(serving=True)
+        log.info("loaded in %.1f s", time.monotonic() - self._began)
+
+    async def _load_and_serve(self) -> int:
+        try:
+            await self.load()
+        except Glm53Error as error:
+            self.status.advance(ServiceState.FAILED)
+            log.error("cannot start: %s", error.message)
+            return ExitCode.CONFIG if error.code == "config_error" else ExitCode.BOOT
+        except Exception:
+            self.status.advance(ServiceState.FAILED)
+            log.exception("cannot start")
+            return ExitCode.BOOT
+        return await self._watch()
+
+    def _load(self) -> None:
+        settings, note = self._settings, self.status.note
+        note(0.0, "reading the checkpoint's headers")
+        checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
+        config = checkpoint.config
+        files = TokenizerFiles.from_directory(checkpoint.path)
+        tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", config.vocab_size)
+        backend = cpu.load(settings, checkpoint, note)
+        self._backend = backend
+        facts = ModelFacts(
+            settings.served_name or config.default_served_name,
+            ARCHITECTURE,
+            checkpoint.hash.hex(),
+            config.eos_token_ids,
+            files,
+            backend.info,
+            settings.max_queued,
+        )
+        self.serve_with(backend, tokens, facts)
+        for name, value, reason in _resolved(facts):
+            log.info("%s = %s (%s)", name, value, reason)
+
+    def serve_with(self, backend: Backend, tokens: TokenTable, facts: ModelFacts) -> None:
+        """Starts the engine's thread over a loaded backend."""
+        settings, files = self._settings, facts.tokenizer
+        limits = EngineLimits(
+            settings.max_queued,
+            settings.chunk_size,
+            busy_chunk_size=max(16, settings.chunk_size // 4),
+            slow_reader_s=settings.slow_reader_s,
+        )
+        engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, EngineMetrics())
+        self._engine = engine
+        self._engine_thread = threading.Thread(target=engine.run_forever, name="engine", daemon=True)
+        self._engine_thread.start()
+        self.status.facts = facts
+        self.status.note(1.0, "loaded")
+        request_limits = convert.RequestLimits(
+            facts.backend.vocab_size,
+            facts.backend.max_context,
+            files.default_temperature,
+            files.default_top_p,
+            files.default_top_k,
+            settings.queue_timeout_s,
+        )
+        self.service.serving = Serving(engine, tokens, facts, request_limits, StatsReport(engine, backend, facts))
+
+    async def _watch(self) -> int:
+        """Waits for a signal; ends the process when the engine is lost or makes no progress although it has work."""
+        engine = self._engine
+        assert engine is not None
+        last, since = engine.progress, time.monotonic()
+        while not self._stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), _TICK_S)
+            if engine.fatal is not None:
+                await self._fail("the engine is lost", engine.fatal)
+                return CRASH_EXIT
+            now = time.monotonic()
+            if not engine.has_work or engine.progress != last:
+                last, since = engine.progress, now
+            elif now - since > self._settings.watchdog_s:
+                await self._fail(f"work is pending but nothing moved for {now - since:.0f} s (GLM53_WATCHDOG_S)", None)
+                # The engine's thread hangs in a call that nobody can end: only leaving the process does.
+                logging.shutdown()
+                os._exit(CRASH_EXIT)
+        return ExitCode.OK
+
+    async def _fail(self, what: str, error: BaseException | None) -> None:
+        log.critical("%s; the worker exits and expects to be started again", what, exc_info=error)
+        self.status.advance(ServiceState.FAILED)
+        await self._set_health(serving=False)
+
+    def _on_signal(self, number: int) -> None:
+        if self._stop.is_set():
+            log.warning("second signal: leaving without waiting")
+            os._exit(CRASH_EXIT)
+        log.info("%s: draining", signal.Signals(number).name)
+        self._stop.set()
+
+    async def drain(self) -> None:
+        """Refuses new requests and waits for the live ones, at most `drain_timeout_s`."""
+        if self.status.state is ServiceState.READY:
+            self.status.advance(ServiceState.DRAINING)
+            await self._set_health(serving=False)
+        engine = self._engine
+        if engine is None:
+            return
+        engine.drain()
+        deadline = time.monotonic() + self._settings.drain_timeout_s
+        while engine.num_live and engine.fatal is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if engine.num_live:
+            log.warning("%d requests did not end in time and are failed", engine.num_live)
+
+    async def _shut_down(self, server: grpc.aio.Server) -> None:
+        """Stop accepting, let live streams end, stop the engine, then the server, then give memory back."""
+        if not self._stop.is_set() and self.status.state is ServiceState.LOADING:
+            self.status.advance(ServiceState.FAILED)
+        await self.drain()
+        if self._engine is not None and self._engine_thread is not None:
+            self._engine.stop()
+            await asyncio.to_thread(self._engine_thread.join, 10.0)
+        await server.stop(grace=1.0)
+        if self._backend is not None and (self._engine_thread is None or not self._engine_thread.is_alive()):
+            await asyncio.to_thread(self._backend.close)
+        if self.status.state in (ServiceState.DRAINING, ServiceState.FAILED):
+            self.status.advance(ServiceState.STOPPED)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        value = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE_NAME):
+            await self._health.set(name, value)
+
+
+def _resolved(facts: ModelFacts) -> list[tuple[str, str, str]]:
+    """Facts that were decided at start, with the reason."""
+    backend = facts.backend
+    return [
+        ("model", facts.model_name, f"checkpoint {facts.checkpoint_hash[:12]}"),
+        ("device", backend.device, backend.device_reason),
+        ("mode", backend.mode, backend.mode_reason),
+        ("context", str(backend.max_context), "tokens of prompt and completion"),
+        ("kernel", backend.kernel_variant, backend.kernel_reason),
+        ("arithmetic", str(backend.arithmetic_version), "version"),
+        ("abi", str(backend.abi_version), "version"),
+        ("arena", backend.arena.partition(":")[0], backend.arena.partition(": ")[2]),
+    ]
