@@ -24,7 +24,7 @@ class CpuExpertSettings(ServiceSettings):
         validation_alias="GLM53_CT_THREADS",
         ge=0,
         le=1024,
-        description="Threads of the kernel; 0: one per CPU of GLM53_CT_CPUS, else one for small experts, all usable CPUs but two for big ones.",
+        description="Threads of the kernel; 0: one per CPU of GLM53_CT_CPUS, else one for small experts, all CPUs but two for big ones.",
     )
     ct_isa: Literal["auto", "scalar", "avx2", "avx512bw", "avx512vbmi", "avxvnni"] = Field(
         "auto", validation_alias="GLM53_CT_ISA", description="Instruction set of the expert kernels."
