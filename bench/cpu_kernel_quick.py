@@ -1,7 +1,8 @@
 """Time of one whole routed expert on the CPU, per variant and number of rows: `python -m bench.cpu_kernel_quick [--json FILE]`.
 
-Two shapes: the shipped tiny model's and GLM-5.3-Flash's. Experts are visited in turn, so that the large shape's weights come from memory. Trellis bits
-are random, scales of a real checkpoint's size. GB/s counts trellis bytes. One thread; the best and the median of the repeats.
+Two shapes: the shipped tiny model's and GLM-5.3-Flash's. Experts are visited in turn, so that the large shape's weights come from
+memory. Trellis bits are random, scales of a real checkpoint's size. GB/s counts trellis bytes. One thread; the best and the median
+of the repeats.
 """
 
 from __future__ import annotations

@@ -64,9 +64,7 @@ def decode(trellis: npt.NDArray[np.generic], codebook: Codebook) -> FloatArray:
     return out
 
 
-def dequantize(
-    trellis: npt.NDArray[np.generic], suh: HalfArray, svh: HalfArray, codebook: Codebook
-) -> FloatArray:
+def dequantize(trellis: npt.NDArray[np.generic], suh: HalfArray, svh: HalfArray, codebook: Codebook) -> FloatArray:
     """The dense weight diag(suh) H W H diag(svh): y = x @ result.
 
     trellis: uint16 or int16 [in/16, out/16, 16*K]; suh: fp16 [in]; svh: fp16 [out]. Returns fp32 [in, out].

@@ -255,7 +255,7 @@ class ExpertPool:
         self.prepare(tasks)()
 
     def prepare(self, tasks: Sequence[ExpertTask]) -> Callable[[], None]:
-        """A call that evaluates these tasks as often as it is made, with whatever their arrays hold then: `run` without its checks in Python.
+        """A call that evaluates these tasks as often as it is made, with whatever their arrays hold then.
 
         Raises ValueError for a malformed task, naming the field.
         """

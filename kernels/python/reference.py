@@ -240,9 +240,7 @@ def linear(
     return LinearSteps(v, h, scale, q, z, np.asarray(out))
 
 
-def _sums(
-    q: npt.NDArray[np.int16], scale: FloatArray, states: npt.NDArray[np.uint16], codebook: Codebook
-) -> FloatArray:
+def _sums(q: npt.NDArray[np.int16], scale: FloatArray, states: npt.NDArray[np.uint16], codebook: Codebook) -> FloatArray:
     """Steps 4 and 5."""
     rows, num_blocks = scale.shape
     length = -(-num_blocks // 4)
@@ -257,9 +255,7 @@ def _sums(
     return np.asarray((groups[0] + groups[1]) + (groups[2] + groups[3]))
 
 
-def _add_mul1(
-    z: FloatArray, q: npt.NDArray[np.int16], scale: FloatArray, states: npt.NDArray[np.uint16]
-) -> FloatArray:
+def _add_mul1(z: FloatArray, q: npt.NDArray[np.int16], scale: FloatArray, states: npt.NDArray[np.uint16]) -> FloatArray:
     # Integers below 2^53: the fp64 product is exact in whatever order it is summed.
     products = q.astype(np.float64) @ (mul1_byte_sums(states) - 510).astype(np.float64)
     sums = q.sum(-1, dtype=np.int64).astype(np.float32)
@@ -268,9 +264,7 @@ def _add_mul1(
     return fma(t, (scale * np.float32(2.0**-17))[:, None], z)
 
 
-def _add_float(
-    z: FloatArray, q: npt.NDArray[np.int16], scale: FloatArray, weights: npt.NDArray[np.float16]
-) -> FloatArray:
+def _add_float(z: FloatArray, q: npt.NDArray[np.int16], scale: FloatArray, weights: npt.NDArray[np.float16]) -> FloatArray:
     total = np.zeros_like(z)
     for i in range(BLOCK):
         total = fma(weights[i].astype(np.float32), q[:, i, None].astype(np.float32), total)

@@ -30,7 +30,8 @@ def test_the_golden_file_covers_what_it_promises() -> None:
     entries = GOLDEN["cases"]
     assert len(entries) >= 64
     assert [entry["name"] for entry in entries] == [case.name for case in all_cases()]
-    assert {(entry["codebook"], k) for entry in entries for k in entry["bits"]} >= {(c, k) for c in ("inst3", "mcg", "mul1") for k in range(1, 9)}
+    decoders = {(codebook, k) for codebook in ("inst3", "mcg", "mul1") for k in range(1, 9)}
+    assert {(entry["codebook"], k) for entry in entries for k in entry["bits"]} >= decoders
     assert {entry["rows"] for entry in entries} == set(range(1, 9))
 
 
