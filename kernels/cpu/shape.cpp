@@ -70,7 +70,8 @@ class Cursor {
   FIELD(inter)                                                                                                                         \
   FIELD(record_bytes)                                                                                                                  \
   FIELD(k_gate)                                                                                                                        \
-  FIELD(k_up) FIELD(k_down) FIELD(codebook) FIELD(activation) FIELD(reserved) FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis)   \
+  FIELD(k_up)                                                                                                                          \
+  FIELD(k_down) FIELD(codebook) FIELD(activation) FIELD(reserved) FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis)               \
       FIELD(down_trellis) FIELD(gate_suh) FIELD(gate_svh) FIELD(up_suh) FIELD(up_svh) FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) \
           FIELD(up_bias) FIELD(down_bias)
 #define TASK_FIELDS(FIELD) FIELD(shape) FIELD(record) FIELD(x) FIELD(x_rows) FIELD(out) FIELD(out_rows) FIELD(num_rows) FIELD(x_dtype)
