@@ -141,6 +141,7 @@ class FakeWorker(pb_grpc.WorkerServicer):
         self.live.add(request.request_id)
         script = self.script_for(request) if self.script_for else self.script
         said = 0
+        complete = False
         try:
             if script.admit:
                 yield pb.GenerateEvent(admitted=pb.Admitted())
@@ -161,10 +162,11 @@ class FakeWorker(pb_grpc.WorkerServicer):
                     for event in _events(step, request):
                         said += len(event.tokens)
                         yield pb.GenerateEvent(tokens=event)
-        except asyncio.CancelledError:
-            self.cancelled.append(request.request_id)
-            raise
+            complete = True
         finally:
+            # Cancelled while it waits or while an event is on its way: the generator ends before its script.
+            if not complete:
+                self.cancelled.append(request.request_id)
             self.live.discard(request.request_id)
             self.ended.append(request.request_id)
 

@@ -1,0 +1,257 @@
+"""Health, loading, counters, and the end of the process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.common.errors import EngineFailed
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from tests.gateway.events import Streamed, chat_body, stream
+from tests.gateway.fake_worker import Fail, Finish, Forever, Say, Wait
+from tests.gateway.stack import Stack, until
+from tests.gateway.test_validation import check_error
+
+
+def test_health_follows_the_worker_from_nothing_to_ready() -> None:
+    """No worker, loading with progress, ready: 503, 503, 200; alive all the time; requests get 503 with Retry-After."""
+    stack = Stack(start_worker=False)
+    try:
+        stack.worker.address = "127.0.0.1:0"
+        body = stack.http.get("/health")
+        assert body.status_code == 503
+        assert body.json()["status"] == "unreachable"
+        assert stack.http.get("/health/live").status_code == 200
+        check_error(stack.post(), None, 503)
+        check_error(stack.http.get("/v1/models"), None, 503)
+    finally:
+        stack.close()
+
+
+def test_health_shows_progress_while_loading(stack: Stack) -> None:
+    """While the model loads: 503 with progress and step; the model is listed; requests wait outside."""
+    stack.worker.state = pb.SERVICE_STATE_LOADING
+    stack.run(stack.services.watch.refresh())
+    try:
+        for path in ("/health", "/health/ready"):
+            response = stack.http.get(path)
+            assert response.status_code == 503
+            assert response.json()["status"] == "loading"
+            assert response.json()["progress"] == 0.4
+            assert response.json()["step"] == "experts"
+        assert stack.http.get("/health/live").status_code == 200
+        assert stack.http.get("/v1/models").status_code == 200
+        refused = stack.post()
+        error = check_error(refused, None, 503)
+        assert "loading (40%, experts)" in error["message"]
+        assert int(refused.headers["retry-after"]) >= 1
+    finally:
+        stack.worker.state = pb.SERVICE_STATE_READY
+    # No poll needed: the next request asks by itself.
+    assert stack.post().status_code == 200
+    assert stack.http.get("/health").json()["status"] == "ok"
+    assert stack.http.get("/health/ready").status_code == 200
+
+
+def test_a_failed_worker_is_said_to_be(stack: Stack) -> None:
+    """FAILED and DRAINING are not ready, and have their own words."""
+    for state, word in ((pb.SERVICE_STATE_FAILED, "failed"), (pb.SERVICE_STATE_DRAINING, "draining")):
+        stack.worker.state = state
+        stack.run(stack.services.watch.refresh())
+        assert (stack.http.get("/health").status_code, stack.http.get("/health").json()["status"]) == (503, word)
+    stack.worker.state = pb.SERVICE_STATE_READY
+    stack.run(stack.services.watch.refresh())
+
+
+def test_stats_joins_the_engines_counters_and_ours(stack: Stack) -> None:
+    """The worker's document stays at the top level; the gateway's own numbers have a key of their own."""
+    before = stack.http.get("/stats").json()["gateway"]["completion_tokens_total"]
+    stack.play(Say("a b"), Finish())
+    stack.post()
+    body = stack.http.get("/stats").json()
+    assert body["expert_cache"] == [{"slots": 3}]
+    assert body["engine"] == {"running": 0}
+    assert body["gateway"]["completion_tokens_total"] == before + 4
+
+
+def sample(stack: Stack, name: str, **labels: str) -> float:
+    response = stack.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = [
+        entry.value
+        for family in text_string_to_metric_families(response.text)
+        for entry in family.samples
+        if entry.name == name and entry.labels == labels
+    ]
+    return found[0] if found else 0.0
+
+
+def test_metrics_are_prometheus_text_of_both(stack: Stack) -> None:
+    """The scrape parses, holds the worker's samples, and counts statuses, undeclared calls and disconnects."""
+    assert sample(stack, "glm53_slots") == 3
+    assert sample(stack, "glm53_gateway_worker_up") == 1
+    labels = {"route": "/v1/chat/completions", "status": "400"}
+    before = sample(stack, "glm53_gateway_http_responses_total", **labels)
+    stack.post(temperature=-1)
+    assert sample(stack, "glm53_gateway_http_responses_total", **labels) == before + 1
+    before = sample(stack, "glm53_gateway_undeclared_tool_calls_total")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    stack.play(Say("</think><tool_call>g</tool_call>"), Finish())
+    stack.post(tools=tools)
+    assert sample(stack, "glm53_gateway_undeclared_tool_calls_total") == before + 1
+    before = sample(stack, "glm53_gateway_stream_errors_total", code="internal_error")
+    stack.play(Say("a"), Fail(EngineFailed("x")))
+    stream(stack)
+    assert sample(stack, "glm53_gateway_stream_errors_total", code="internal_error") == before + 1
+
+
+def test_metrics_survive_a_lost_worker() -> None:
+    """Without a worker the scrape still answers and says so."""
+    stack = Stack(start_worker=False)
+    try:
+        assert sample(stack, "glm53_gateway_worker_up") == 0
+        check_error(stack.http.get("/stats"), None, 503)
+    finally:
+        stack.close()
+
+
+def test_logs_have_the_request_id_and_never_the_prompt(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither prompts nor answers nor refused values are logged; the echoed id is."""
+    secret = "xyzzy plugh"
+    messages = [{"role": "user", "content": secret}]
+    with caplog.at_level(logging.DEBUG):
+        stack.play(Say("</think>" + secret), Finish())
+        headers = {"X-Request-Id": "find-me"}
+        stack.http.post("/v1/chat/completions", json=chat_body(messages=messages), headers=headers)
+        stack.post(messages=[{"role": secret, "content": secret}])
+        stack.post(messages=messages, stop=secret * 100)
+        stack.play(Fail(EngineFailed("broken")))
+        stack.post(messages=messages)
+    text = "\n".join(f"{record.getMessage()} {vars(record)}" for record in caplog.records)
+    assert secret not in text
+    assert "find-me" in text
+
+
+class Process:
+    """The gateway as a process of its own."""
+
+    def __init__(self, worker: str, **env: str) -> None:
+        full = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
+        full |= {"PORT": "0", "GLM53_WORKER_ADDRESS": worker, "GLM53_LOG_FORMAT": "json", **env}
+        self.process = subprocess.Popen([sys.executable, "-m", "services.gateway"], env=full, stderr=subprocess.PIPE, text=True)
+        self.lines: list[dict[str, Any]] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(json.loads(line) if line.startswith("{") else {"msg": line})
+
+    @property
+    def messages(self) -> str:
+        return "\n".join(str(line["msg"]) for line in self.lines)
+
+    def url(self) -> str:
+        until(lambda: "Uvicorn running on" in self.messages, "it listens", 30)
+        line = next(str(line["msg"]) for line in self.lines if "Uvicorn running on" in str(line["msg"]))
+        return line.split("running on ")[1].split(" ")[0]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+
+@pytest.fixture
+def process(stack: Stack) -> Iterator[Process]:
+    """A gateway process on the shared stack's worker."""
+    running = Process(stack.worker.address, GLM53_DRAIN_TIMEOUT_S="3")
+    yield running
+    running.close()
+
+
+def start_stream(url: str) -> tuple[threading.Thread, list[bytes]]:
+    got: list[bytes] = []
+    thread = threading.Thread(
+        target=lambda: got.append(httpx.post(f"{url}/v1/chat/completions", json=chat_body(stream=True), timeout=30).content)
+    )
+    thread.start()
+    return thread, got
+
+
+@pytest.mark.e2e
+def test_sigterm_completes_streams_and_turns_newcomers_away(stack: Stack, process: Process) -> None:
+    """The live stream ends as usual; a new request hears 503 + Retry-After, readiness 503; exit code 0."""
+    url = process.url()
+    until(lambda: httpx.get(f"{url}/health").status_code == 200, "ready", 20)
+    stack.play(Say("</think>a"), Wait(1.5), Say(" b"), Finish())
+    thread, got = start_stream(url)
+    until(lambda: stack.worker.live, "the stream runs")
+    process.process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{url}/health/ready").json()["status"] == "draining", "draining")
+    refused = httpx.post(f"{url}/v1/chat/completions", json=chat_body())
+    assert check_error(refused, None, 503)["code"] == "shutting_down"
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.headers["connection"] == "close"
+    thread.join(20)
+    streamed = Streamed.of(got[0])
+    assert (streamed.text("content"), streamed.finish_reasons, streamed.done) == ("a b", ["stop"], True)
+    assert process.process.wait(20) == 0
+
+
+@pytest.mark.e2e
+def test_a_stream_that_outlives_the_drain_ends_with_an_error(stack: Stack, process: Process) -> None:
+    """After GLM53_DRAIN_TIMEOUT_S a straggler gets an error event and [DONE], its job is cancelled; exit code 0."""
+    url = process.url()
+    until(lambda: httpx.get(f"{url}/health").status_code == 200, "ready", 20)
+    stack.play(Say("</think>a"), Forever())
+    thread, got = start_stream(url)
+    until(lambda: stack.worker.live, "the stream runs")
+    process.process.send_signal(signal.SIGTERM)
+    thread.join(20)
+    streamed = Streamed.of(got[0])
+    assert streamed.error is not None
+    assert streamed.error["code"] == "shutting_down"
+    assert streamed.done
+    assert process.process.wait(20) == 0
+    until(lambda: not stack.worker.live, "the job is gone")
+
+
+@pytest.mark.e2e
+def test_an_idle_gateway_stops_at_once(process: Process) -> None:
+    """SIGINT with nothing to do: exit code 0 within two seconds; the settings were printed with their sources."""
+    process.url()
+    began = time.monotonic()
+    process.process.send_signal(signal.SIGINT)
+    assert process.process.wait(10) == 0
+    assert time.monotonic() - began < 2
+    assert any("GLM53_DRAIN_TIMEOUT_S" in str(line["msg"]) and "3.0 (environment)" in str(line["msg"]) for line in process.lines)
+
+
+@pytest.mark.e2e
+def test_a_wrong_setting_and_a_taken_port_stop_the_start(stack: Stack) -> None:
+    """A wrong setting is exit code 78 and names it; a port in use is exit code 3."""
+    wrong = Process(stack.worker.address, GLM53_THINKING_OFF_POLICY="maybe")
+    taken = Process(stack.worker.address, PORT=str(stack.port))
+    try:
+        assert wrong.process.wait(20) == 78
+        until(lambda: "GLM53_THINKING_OFF_POLICY" in wrong.messages, "the setting is named")
+        assert taken.process.wait(20) == 3
+    finally:
+        wrong.close()
+        taken.close()
