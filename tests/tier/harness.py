@@ -156,10 +156,10 @@ class Stage:
         """An engine with timeouts fit for tests."""
         return TierEngine(self.arena, self.region, **{"ct_timeout_ms": 400, "heartbeat_timeout_ms": 400, **options})
 
-    def restart_region(self) -> None:
+    def restart_region(self, **geometry: int) -> None:
         """What a restarted worker does: a new region over the old one."""
         self.region.close()
-        self.region = Region.create(self.ctl_path, self.arena, top_k=TOP_K)
+        self.region = Region.create(self.ctl_path, self.arena, **{"top_k": TOP_K, **geometry})
 
     def close(self) -> None:
         self.region.unlink()

@@ -272,7 +272,7 @@ def test_admission_follows_the_touches(shm_dir: pathlib.Path) -> None:
 
 
 def test_heat_survives_a_restart(shm_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """Heat is saved at close and loaded at start: the k-th touch counts over a restart. Another checkpoint's or a damaged file is ignored."""
+    """Heat is saved at close and loaded at start: the k-th touch counts over a restart. A damaged file is ignored."""
     heat_file = tmp_path / "heat"
     with stage(shm_dir) as made:
         batch = random_batch(np.random.default_rng(18), rows=1, layer=0)
