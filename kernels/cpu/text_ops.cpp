@@ -2,6 +2,7 @@
 #include "include/text_ops.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cpu/text_ops_table.h"
 
@@ -9,14 +10,31 @@ namespace {
 
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
+const TextOps& best() { return has_avx2() ? text_avx2::kOps : text_base::kOps; }
+
+const TextOps* chosen = nullptr;
+
 const TextOps& ops() {
-  static const TextOps& chosen = has_avx2() ? text_avx2::kOps : text_base::kOps;
-  return chosen;
+  if (chosen == nullptr) chosen = &best();
+  return *chosen;
 }
 
 }  // namespace
 
-const char* text_ops_isa(void) { return has_avx2() ? "avx2" : "base"; }
+const char* text_ops_isa(void) { return &ops() == &text_avx2::kOps ? "avx2" : "base"; }
+
+int text_ops_select(const char* isa) {
+  if (std::strcmp(isa, "auto") == 0) {
+    chosen = &best();
+  } else if (std::strcmp(isa, "base") == 0) {
+    chosen = &text_base::kOps;
+  } else if (std::strcmp(isa, "avx2") == 0 && has_avx2()) {
+    chosen = &text_avx2::kOps;
+  } else {
+    return -1;
+  }
+  return 0;
+}
 
 void text_pack(const float* w, int64_t inputs, int64_t outputs, float* panels) {
   for (int64_t first = 0; first < outputs; first += TEXT_PANEL) {

@@ -23,8 +23,10 @@ extern "C" {
 /* Columns of one weight panel, see text_pack. */
 #define TEXT_PANEL 64
 
-/* Instruction set that the functions below use: "avx2" or "base". */
+/* Instruction set that the functions below use: "avx2" or "base"; the best that this host has unless text_ops_select named one. */
 TEXT_API const char* text_ops_isa(void);
+/* Uses "avx2", "base" or "auto" from now on; not while another thread computes. 0, or -1 when this host lacks it. */
+TEXT_API int text_ops_select(const char* isa);
 
 /* Packs w [inputs][outputs] into panels of up to 64 columns, each stored [inputs][columns], which is the order text_linear reads.
  * panels holds inputs * outputs floats. outputs is a multiple of 8. */

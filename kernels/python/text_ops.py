@@ -80,6 +80,8 @@ def functions() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = arguments
         function.restype = None
+    library.text_ops_select.argtypes = (ctypes.c_char_p,)
+    library.text_ops_select.restype = ctypes.c_int
     library.text_ops_isa.argtypes = ()
     library.text_ops_isa.restype = ctypes.c_char_p
     return library
@@ -89,6 +91,16 @@ def isa() -> str:
     """The instruction set that the dense operations use here: ``avx2`` or ``base``."""
     name: bytes = functions().text_ops_isa()
     return name.decode()
+
+
+def select(isa: str) -> None:
+    """Uses ``avx2``, ``base`` or ``auto`` from now on: for tests and for finding faults.
+
+    Raises:
+        ValueError: this host lacks it, or there is no such name.
+    """
+    if functions().text_ops_select(isa.encode()) != 0:
+        raise ValueError(f"the dense operations cannot use {isa!r} on this host")
 
 
 def address(array: NDArray[Any]) -> int:

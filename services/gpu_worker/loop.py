@@ -60,7 +60,7 @@ class EngineLoop:
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._backend = backend
+        self.backend = backend
         self._tokens = tokens
         self._eos = eos_token_ids
         self._limits = limits
@@ -148,7 +148,7 @@ class EngineLoop:
     @property
     def progress(self) -> int:
         """Grows while the engine gets on with its work."""
-        return self.steps + self._backend.progress
+        return self.steps + self.backend.progress
 
     # ---- the engine's thread ---------------------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class EngineLoop:
         worked = self._prefill_one_chunk()
         worked = self._decode_all() or worked
         if not worked and not self._live:
-            self._backend.check_idle()
+            self.backend.check_idle()
         self._update_gauges()
         return worked
 
@@ -205,7 +205,7 @@ class EngineLoop:
 
     def _admit(self) -> None:
         """Takes requests from the queue while streams are free."""
-        while self._backend.streams_free > 0:
+        while self.backend.streams_free > 0:
             now = self._clock()
             with self._lock:
                 request = self._queue.pop(now)
@@ -213,7 +213,7 @@ class EngineLoop:
                 return
             request.advance(RequestState.PREFILL)
             request.times.admitted = now
-            request.stream = self._backend.open_stream()
+            request.stream = self.backend.open_stream()
             self._generations[request.spec.request_id] = Generation(request, self._eos, self._tokens)
             self._prefilling.append(request)
             self.metrics.queue_wait.observe(now - request.times.submitted)
@@ -229,7 +229,7 @@ class EngineLoop:
         start, prompt = request.num_prefilled, request.spec.prompt
         chunk = prompt[start : start + size]
         generation = self._generations[request.spec.request_id]
-        logits = self._forward([request], lambda: self._backend.prefill(_stream(request), chunk, all_logits=generation.wants_prompt_scores))
+        logits = self._forward([request], lambda: self.backend.prefill(_stream(request), chunk, all_logits=generation.wants_prompt_scores))
         if logits is None:
             return True
         request.num_prefilled += len(chunk)
@@ -254,7 +254,7 @@ class EngineLoop:
         if not batch:
             return False
         tokens = [_next_token(request) for request in batch]
-        logits = self._forward(batch, lambda: self._backend.decode([_stream(r) for r in batch], tokens))
+        logits = self._forward(batch, lambda: self.backend.decode([_stream(r) for r in batch], tokens))
         if logits is None:
             return True
         for i, request in enumerate(batch):
@@ -315,7 +315,7 @@ class EngineLoop:
             self._decoding.remove(request)
         self._generations.pop(request.spec.request_id, None)
         if request.stream is not None:
-            self._backend.close_stream(request.stream)
+            self.backend.close_stream(request.stream)
             request.stream = None
         with self._lock:
             self._live.pop(request.spec.request_id, None)
@@ -337,7 +337,7 @@ class EngineLoop:
         return sum(len(r.spec.prompt) - r.num_prefilled + max(0, min(r.spec.sampling.max_tokens, 256) - r.num_generated) for r in running)
 
     def _update_gauges(self) -> None:
-        used, reserved = self._backend.memory_tokens
+        used, reserved = self.backend.memory_tokens
         self.metrics.set_gauges(self.num_queued, self.num_running, used, reserved)
 
 

@@ -76,7 +76,7 @@ class Worker:
         try:
             code = await self._load_and_serve()
         finally:
-            await self._shut_down(server)
+            await self.shut_down(server)
         return code
 
     async def listen(self) -> grpc.aio.Server:
@@ -210,7 +210,7 @@ class Worker:
         if engine.num_live:
             log.warning("%d requests did not end in time and are failed", engine.num_live)
 
-    async def _shut_down(self, server: grpc.aio.Server) -> None:
+    async def shut_down(self, server: grpc.aio.Server) -> None:
         """Stop accepting, let live streams end, stop the engine, then the server, then give memory back."""
         if not self._stop.is_set() and self.status.state is ServiceState.LOADING:
             self.status.advance(ServiceState.FAILED)

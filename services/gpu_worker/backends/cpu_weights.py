@@ -187,11 +187,18 @@ def _conv(checkpoint: Checkpoint, key: str, width: int, taps: int) -> Array:
     return np.ascontiguousarray(fused[:, 0, :].T)
 
 
+def _query_key_value(checkpoint: Checkpoint, key: str, hidden: int, width: int) -> list[Array]:
+    """The three projections' weights side by side; quantised checkpoints store them fused, sources apart."""
+    if any(f"model.language_model.{key}qkv_proj.{part}" in checkpoint.files for part in ("trellis", "weight")):
+        return [checkpoint.linear(key + "qkv_proj", hidden, 3 * width)]
+    return [checkpoint.linear(f"{key}{name}_proj", hidden, width) for name in "qkv"]
+
+
 def _kda(checkpoint: Checkpoint, weights: TextWeights, key: str) -> KdaLayer:
     config = checkpoint.config
     hidden, heads, dim = config.hidden_size, config.linear_num_heads, config.linear_head_dim
     width, bound = heads * dim, config.linear_lower_bound
-    parts = [checkpoint.linear(f"{key}{name}_proj", hidden, width) for name in "qkv"]
+    parts = _query_key_value(checkpoint, key, hidden, width)
     parts += [checkpoint.linear(f"{key}{name}_a_proj", hidden, dim) for name in "fg"]
     parts.append(checkpoint.linear(key + "b_proj", hidden, heads))
     kernel = text_ops.Kda(
