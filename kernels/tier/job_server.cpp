@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "tier/spin.h"
 
@@ -15,10 +16,16 @@ constexpr auto kBeatPeriod = std::chrono::milliseconds(50);
 }  // namespace
 
 JobServer::JobServer(const std::string& ctl_path, const std::string& arena_path, const ServerOptions& options)
-    : region_(Region::attach(ctl_path, 0)),
-      arena_(Arena::attach(arena_path, region_->words().arena_generation)),
-      words_(region_->words()),
-      options_(options) {
+    : JobServer(std::shared_ptr<Region>(Region::attach(ctl_path, 0)), nullptr, arena_path, options) {}
+
+JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> arena, const ServerOptions& options)
+    : JobServer(std::move(region), std::move(arena), "", options) {}
+
+JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> arena, const std::string& arena_path,
+                     const ServerOptions& options)
+    : region_(std::move(region)), arena_(std::move(arena)), words_(region_->words()), options_(options) {
+  if (arena_ == nullptr) arena_ = Arena::attach(arena_path, words_.arena_generation);
+  const std::string& ctl_path = region_->path();
   if (words_.hidden != arena_->shape(0).hidden) {
     throw Error(GLM53_MISMATCH, format("%s: hidden is %u, the arena's is %u", ctl_path.c_str(), words_.hidden, arena_->shape(0).hidden));
   }

@@ -47,6 +47,8 @@ class JobServer {
  public:
   // Attaches to both segments, takes the region's lease, and shows itself.
   JobServer(const std::string& ctl_path, const std::string& arena_path, const ServerOptions& options);
+  // The same on segments that are mapped already (a thread of the worker's own process).
+  JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> arena, const ServerOptions& options);
   ~JobServer();
 
   // One action. False: there was nothing to do.
@@ -65,6 +67,7 @@ class JobServer {
   const ServerCounters& counters() const { return counters_; }
 
  private:
+  JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> arena, const std::string& arena_path, const ServerOptions& options);
   bool ended() const { return abi_load(&words_.abort_epoch) >= epoch_ || abi_load(&words_.epoch) != epoch_; }
   bool step_idle(uint64_t now_ns);
   void acknowledge(uint64_t now_ns);
@@ -75,8 +78,8 @@ class JobServer {
   void fill_done(uint64_t now_ns);
   void beat_loop();
 
-  std::unique_ptr<Region> region_;
-  std::unique_ptr<Arena> arena_;
+  std::shared_ptr<Region> region_;
+  std::shared_ptr<Arena> arena_;
   AbiCtlHeader& words_;
   const ServerOptions options_;
   MoePool* pool_ = nullptr;
