@@ -31,9 +31,7 @@ def ranked(logprobs: NDArray[np.float64], count: int) -> tuple[RankedToken, ...]
     count = min(count, len(logprobs))
     if count <= 0:
         return ()
-    best = np.argpartition(-logprobs, count - 1)[:count]
-    best = best[np.lexsort((best, -logprobs[best]))]
-    return tuple(RankedToken(int(i), float(logprobs[i])) for i in best)
+    return tuple(RankedToken(int(i), float(logprobs[i])) for i in _top(logprobs, count))
 
 
 class Sampler:
@@ -146,6 +144,7 @@ class Sampler:
 
 
 def _top(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Ids of the `count` largest, largest first, the lower id first among equals."""
     if count < len(weights):
         # Everything that ties with the last place is ranked too, so that ids and not memory order break the tie.
         threshold = np.partition(weights, len(weights) - count)[len(weights) - count]

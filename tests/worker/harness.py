@@ -119,8 +119,7 @@ class RunningWorker:
         """The error that a request gets, and the events that came before it."""
         events: list[pb.GenerateEvent] = []
         try:
-            for event in self.start(request):
-                events.append(event)
+            events.extend(self.start(request))
         except grpc.RpcError as error:
             return error_of(error), events
         raise AssertionError("the request was served")

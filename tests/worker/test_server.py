@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from services.common import errors
 from services.common.grpc_status import ERROR_METADATA_KEY, error_of
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from tests.worker.harness import PROMPT, Answer, RunningWorker, until
 
 LONG = list(range(40, 2440))
@@ -143,7 +146,7 @@ def test_stop_string_over_token_borders(worker: RunningWorker) -> None:
 
 
 def _readable_stop(pieces: list[bytes]) -> str:
-    for first, second in zip(pieces[4:], pieces[5:], strict=False):
+    for first, second in itertools.pairwise(pieces[4:]):
         try:
             return (first + second).decode()
         except UnicodeDecodeError:
@@ -339,8 +342,14 @@ def test_drain_lets_live_streams_end_and_refuses_new_ones(start_worker: Callable
 def test_slow_reader_is_ended(start_worker: Callable[..., RunningWorker]) -> None:
     """A client that stops reading does not stop others, and its stream is ended after the slow-reader time."""
     running = start_worker(slow_reader_s=1.0, stream_buffer_events=4)
-    request = running.request(max_tokens=16000, logprobs=40)
-    lazy = running.start(request)
+    # A connection with small windows: by default it would swallow megabytes before the worker notices that nobody reads.
+    options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+    with grpc.insecure_channel(f"127.0.0.1:{running.worker.port}", options=options) as channel:
+        _read_nothing(running, pb_grpc.WorkerStub(channel))
+
+
+def _read_nothing(running: RunningWorker, stub: pb_grpc.WorkerStub) -> None:
+    lazy = stub.Generate(running.request(max_tokens=16000, logprobs=40), timeout=120)
     next(lazy)
     until(lambda: running.engine.num_running == 1, "the request runs")
     assert len(running.generate(max_tokens=50).ids) == 50
@@ -364,8 +373,6 @@ def test_twenty_requests_cancelled_at_random_points(worker: RunningWorker) -> No
 
 def test_stats_count_what_happened(worker: RunningWorker) -> None:
     """Stats count tokens, picks of every lane and the cache's work, as JSON and as Prometheus text."""
-    import json
-
     worker.generate(max_tokens=64)
     answer = worker.stub.Stats(pb.StatsRequest())
     stats = json.loads(answer.json)
