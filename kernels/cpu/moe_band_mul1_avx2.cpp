@@ -39,12 +39,19 @@ inline void byte_sums(__m256i* states) {
   const __m256i high_factor = _mm256_set1_epi16(static_cast<int16_t>(0x83DC));
   const __m256i ones = _mm256_set1_epi8(1);
   __m256i low[kPairs], high[kPairs], carry[kPairs];
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) low[i] = _mm256_mullo_epi16(states[i], low_factor);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) carry[i] = _mm256_mulhi_epu16(states[i], low_factor);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) high[i] = _mm256_mullo_epi16(states[i], high_factor);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) high[i] = _mm256_add_epi16(high[i], carry[i]);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) low[i] = _mm256_maddubs_epi16(low[i], ones);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) high[i] = _mm256_maddubs_epi16(high[i], ones);
+#pragma GCC unroll 4
   for (int i = 0; i < kPairs; ++i) states[i] = _mm256_add_epi16(low[i], high[i]);
 }
 

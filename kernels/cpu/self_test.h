@@ -11,7 +11,7 @@ struct SelfTest {
   double candidate_us;
 };
 
-/* A few milliseconds: runs a small made-up expert through both kernels. */
+/* Less than 0.1 s: runs a small made-up expert through both kernels. */
 SelfTest run_self_test(const KernelOps& candidate);
 
 }  // namespace glm53

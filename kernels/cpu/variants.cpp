@@ -22,7 +22,7 @@ uint64_t saved_state() {
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-/* Self-tests take milliseconds, so a process runs one. */
+/* A self-test takes nearly 0.1 s, so a process runs one. */
 const SelfTest& avx2_self_test() {
   static const SelfTest result = run_self_test(kAvx2Ops);
   return result;

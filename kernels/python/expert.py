@@ -293,7 +293,7 @@ def variants() -> list[str]:
 
 
 def kernel_info() -> KernelInfo:
-    """What "auto" resolves to on this host. Runs the self-test, a few milliseconds, on the first call."""
+    """What "auto" resolves to on this host. The first call of a process runs the self-test, less than 0.1 s."""
     with ExpertPool() as pool:
         return KernelInfo(pool.variant, pool.reason, int(_signatures().moe_arithmetic_version()))
 
