@@ -65,16 +65,16 @@ class Cursor {
   uint64_t next_ = 0;
 };
 
-#define SHAPE_FIELDS(FIELD)                                                                                                       \
-  FIELD(hidden)                                                                                                                   \
-  FIELD(inter)                                                                                                                    \
-  FIELD(record_bytes)                                                                                                             \
-  FIELD(k_gate)                                                                                                                   \
-  FIELD(k_up)                                                                                                                     \
-  FIELD(k_down)                                                                                                                   \
-  FIELD(codebook) FIELD(activation) FIELD(reserved) FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis) FIELD(down_trellis)    \
-      FIELD(gate_suh) FIELD(gate_svh) FIELD(up_suh) FIELD(up_svh) FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) FIELD(up_bias) \
-          FIELD(down_bias)
+#define SHAPE_FIELDS(FIELD)                                                                                                    \
+  FIELD(hidden)                                                                                                                \
+  FIELD(inter)                                                                                                                 \
+  FIELD(record_bytes)                                                                                                          \
+  FIELD(k_gate)                                                                                                                \
+  FIELD(k_up)                                                                                                                  \
+  FIELD(k_down)                                                                                                                \
+  FIELD(codebook)                                                                                                              \
+  FIELD(activation) FIELD(reserved) FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis) FIELD(down_trellis) FIELD(gate_suh) \
+      FIELD(gate_svh) FIELD(up_suh) FIELD(up_svh) FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) FIELD(up_bias) FIELD(down_bias)
 #define TASK_FIELDS(FIELD) FIELD(shape) FIELD(record) FIELD(x) FIELD(x_rows) FIELD(out) FIELD(out_rows) FIELD(num_rows) FIELD(x_dtype)
 
 std::string describe_layout() {

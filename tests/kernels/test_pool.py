@@ -102,8 +102,7 @@ def test_an_idle_pool_uses_no_cpu_time() -> None:
     """Threads sleep between calls: eight of them cost next to nothing while nobody asks."""
     shape, record, x = build(Case("", 81))
     with ExpertPool("scalar", 8) as pool:
-        out = np.zeros((2, 256), np.float32)
-        pool.run([ExpertTask(shape, record, x, out)] * 1)
+        pool.run([ExpertTask(shape, record, x, np.zeros((2, 256), np.float32)) for _ in range(32)])
         time.sleep(0.05)
         before = time.process_time()
         time.sleep(0.5)
