@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -23,14 +23,16 @@ class Generation:
 
     Args:
         events: the worker's stream.
+        failed: hears of the worker's error before the client does.
 
     Attributes:
         first_token_s: seconds until the first token, None before it.
         finished: the worker's last word, None before it.
     """
 
-    def __init__(self, events: AsyncIterator[pb.GenerateEvent]) -> None:
+    def __init__(self, events: AsyncIterator[pb.GenerateEvent], failed: Callable[[Glm53Error], None]) -> None:
         self._events = events
+        self._failed = failed
         self._pending: asyncio.Task[pb.GenerateEvent | None] | None = None
         self._abort_error: Glm53Error | None = None
         self._began = time.monotonic()
@@ -58,7 +60,11 @@ class Generation:
         if not done:
             return None
         task, self._pending = self._pending, None
-        event = task.result()
+        try:
+            event = task.result()
+        except Glm53Error as error:
+            self._failed(error)
+            raise
         if event is None:
             raise EngineFailed("the worker ended the generation without a reason")
         kind = event.WhichOneof("event")

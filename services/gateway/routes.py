@@ -48,14 +48,14 @@ async def text_completions(request: Request) -> Response:
 @router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """The model that is served."""
-    info = await services_of(request).watch.known()
+    info = await services_of(request).watch.named()
     return JSONResponse({"object": "list", "data": [_model_json(info)]})
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> Response:
     """One model."""
-    info = await services_of(request).watch.known()
+    info = await services_of(request).watch.named()
     _check_model(name, info)
     return JSONResponse(_model_json(info))
 
@@ -65,6 +65,7 @@ async def get_model(request: Request, name: str) -> Response:
 async def health(request: Request) -> Response:
     """200 when a request would be taken; until then 503 with the progress of loading."""
     services = services_of(request)
+    report = await services.watch.fresh_report()
     if services.traffic.draining:
         status = "draining"
     elif services.watch.is_ready:
@@ -72,7 +73,7 @@ async def health(request: Request) -> Response:
     else:
         status = services.watch.state
     headers = {} if status == "ok" else {"Retry-After": "1"}
-    return JSONResponse({"status": status, **services.watch.report()}, status_code=200 if status == "ok" else 503, headers=headers)
+    return JSONResponse({"status": status, **report}, status_code=200 if status == "ok" else 503, headers=headers)
 
 
 @router.get("/health/live")
@@ -109,14 +110,15 @@ async def _accept(request: Request, schema: type[RequestT]) -> tuple[Services, R
     services.traffic.check_open()
     body = parse(schema, await read_json_object(request, services.settings.max_body_bytes))
     refuse_unsupported(body)
-    _check_model(body.model, await services.watch.known())
     info, language = await services.watch.ready()
+    _check_model(body.model, info)
     return services, body, info, language
 
 
 async def _run(request: Request, services: Services, job: Job, *, stream: bool) -> Response:
     """Runs a job; it ends with its client, streaming or not."""
-    generation = Generation(services.client.generate(job.request, services.settings.request_timeout_s))
+    events = services.client.generate(job.request, services.settings.request_timeout_s)
+    generation = Generation(events, services.watch.generation_failed)
     services.traffic.add(generation)
 
     def closed(error: Glm53Error | None) -> None:

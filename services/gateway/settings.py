@@ -1,4 +1,4 @@
-"""Settings of the gateway. User guide: docs/settings.md lists them with their defaults."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import Any
 
 from services.common.errors import Glm53Error, NotReady
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 1.0
 _LOADING_INTERVAL_S = 0.25
+# A health check that finds an older answer asks anew.
+_FRESH_S = 0.25
 
 _WORDS = {
     pb.SERVICE_STATE_STARTING: "starting",
@@ -38,6 +41,7 @@ class WorkerWatch:
         self._language: Language | None = None
         self._problem: Glm53Error | None = NotReady("the worker has not answered yet")
         self._instance = ""
+        self._asked_at = 0.0
         self._lock = asyncio.Lock()
 
     @property
@@ -56,9 +60,16 @@ class WorkerWatch:
             await self.refresh()
             await asyncio.sleep(_WATCH_INTERVAL_S if self.is_ready else _LOADING_INTERVAL_S)
 
-    async def refresh(self) -> None:
-        """Asks once; a worker that does not answer is a state, not an error."""
+    def generation_failed(self, error: Glm53Error) -> None:
+        """A generation ended with an error: when that is the worker's absence, what was known of it counts no more."""
+        if isinstance(error, NotReady):
+            self._info, self._problem = None, error
+
+    async def refresh(self, max_age_s: float = 0.0) -> None:
+        """Asks once, unless the last answer is at most so old; a worker that does not answer is a state, not an error."""
         async with self._lock:
+            if time.monotonic() - self._asked_at < max_age_s:
+                return
             was_ready = self.is_ready
             try:
                 info = await self._client.info()
@@ -68,8 +79,23 @@ class WorkerWatch:
                 self._info, self._problem = info, None
             except Glm53Error as error:
                 self._info, self._problem = None, error
+            self._asked_at = time.monotonic()
             if self.is_ready != was_ready:
                 log.info("the worker is %s", self.state)
+
+    async def named(self) -> pb.InfoResponse:
+        """Facts about a worker that has read its checkpoint, so that the model has a name.
+
+        Raises:
+            NotReady: it does not answer, or has not come so far.
+        """
+        info = await self.known()
+        if not info.model_name:
+            await self.refresh()
+            info = await self.known()
+        if not info.model_name:
+            raise self._loading(info)
+        return info
 
     async def known(self) -> pb.InfoResponse:
         """Facts about the worker, loading or not.
@@ -94,14 +120,22 @@ class WorkerWatch:
             await self.refresh()
         info = await self.known()
         if self._language is None or info.state != pb.SERVICE_STATE_READY:
-            detail = f" ({info.load_progress:.0%}, {info.load_step})" if info.load_step else ""
-            raise NotReady(f"The model is not ready: the worker is {self.state}{detail}.", retry_after_s=2.0)
+            raise self._loading(info)
         return info, self._language
+
+    def _loading(self, info: pb.InfoResponse) -> NotReady:
+        detail = f" ({info.load_progress:.0%}, {info.load_step})" if info.load_step else ""
+        return NotReady(f"The model is not ready: the worker is {self.state}{detail}.", retry_after_s=2.0)
 
     @property
     def state(self) -> str:
         """The worker's state in a word."""
         return "unreachable" if self._info is None else _WORDS.get(self._info.state, "unknown")
+
+    async def fresh_report(self) -> dict[str, Any]:
+        """`report`, of a worker that was asked just now."""
+        await self.refresh(_FRESH_S)
+        return self.report()
 
     def report(self) -> dict[str, Any]:
         """The body of /health, less what only the gateway knows."""

@@ -28,6 +28,13 @@ class Wait:
 
 
 @dataclass(frozen=True)
+class Prefill:
+    """The worker reads the prompt for so long and reports progress every few milliseconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Forever:
     """The worker never says anything more; ends only by cancellation."""
 
@@ -114,7 +121,7 @@ class FakeWorker(pb_grpc.WorkerServicer):
             state=self.state,
             load_progress=1.0 if ready else 0.4,
             load_step="" if ready else "experts",
-            model_name="tiny",
+            model_name="" if self.state == pb.SERVICE_STATE_LOADING else "tiny",
             checkpoint_hash="abcdef0123456789",
             vocab_size=2560,
             max_context=self.max_context,
@@ -154,6 +161,10 @@ class FakeWorker(pb_grpc.WorkerServicer):
                     await asyncio.Event().wait()
                 elif isinstance(step, Wait):
                     await asyncio.sleep(step.seconds)
+                elif isinstance(step, Prefill):
+                    for done in range(int(step.seconds / 0.005)):
+                        yield pb.GenerateEvent(prefill=pb.PrefillProgress(done_tokens=done, total_tokens=1000))
+                        await asyncio.sleep(0.005)
                 elif isinstance(step, Forever):
                     await asyncio.Event().wait()
                 elif isinstance(step, Finish):

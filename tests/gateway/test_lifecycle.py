@@ -41,7 +41,7 @@ def test_health_follows_the_worker_from_nothing_to_ready() -> None:
 
 
 def test_health_shows_progress_while_loading(stack: Stack) -> None:
-    """While the model loads: 503 with progress and step; the model is listed; requests wait outside."""
+    """While the model loads, and has no name yet: 503 with progress and step, also for requests and for the list of models."""
     stack.worker.state = pb.SERVICE_STATE_LOADING
     stack.run(stack.services.watch.refresh())
     try:
@@ -52,7 +52,7 @@ def test_health_shows_progress_while_loading(stack: Stack) -> None:
             assert response.json()["progress"] == 0.4
             assert response.json()["step"] == "experts"
         assert stack.http.get("/health/live").status_code == 200
-        assert stack.http.get("/v1/models").status_code == 200
+        check_error(stack.http.get("/v1/models"), None, 503)
         refused = stack.post()
         error = check_error(refused, None, 503)
         assert "loading (40%, experts)" in error["message"]
@@ -63,6 +63,14 @@ def test_health_shows_progress_while_loading(stack: Stack) -> None:
     assert stack.post().status_code == 200
     assert stack.http.get("/health").json()["status"] == "ok"
     assert stack.http.get("/health/ready").status_code == 200
+
+
+def test_health_asks_the_worker_itself(stack: Stack) -> None:
+    """A worker that goes away or comes back is seen by the next health check, not a second later."""
+    for state, status in ((pb.SERVICE_STATE_DRAINING, 503), (pb.SERVICE_STATE_READY, 200)):
+        stack.worker.state = state
+        time.sleep(0.3)
+        assert stack.http.get("/health").status_code == status
 
 
 def test_a_failed_worker_is_said_to_be(stack: Stack) -> None:

@@ -17,7 +17,7 @@ import pytest
 from services.common import errors
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from tests.gateway.events import Streamed, chat_body, stream
-from tests.gateway.fake_worker import Die, Fail, Finish, Forever, Say, Script, Wait
+from tests.gateway.fake_worker import Die, Fail, Finish, Forever, Prefill, Say, Script, Wait
 from tests.gateway.stack import Stack, until
 from tests.gateway.test_validation import check_error
 
@@ -64,6 +64,14 @@ def test_a_silent_stream_is_kept_alive_by_comments(stack: Stack, admit: bool) ->
     assert streamed.done
     waited = time.monotonic() - began - (0 if admit else 1.0)
     assert 2 <= streamed.comments <= waited / 0.05 + 1
+
+
+def test_progress_of_the_worker_does_not_replace_keep_alives(stack: Stack) -> None:
+    """A long prefill that reports its progress all the time is as silent for the client, and kept alive as well."""
+    stack.play(Prefill(1.0), Say("</think>Hi"), Finish())
+    streamed = stream(stack)
+    assert streamed.text("content") == "Hi"
+    assert streamed.comments >= 5
 
 
 def test_the_headers_of_a_queued_stream_do_not_wait_for_admission(stack: Stack) -> None:
@@ -140,10 +148,10 @@ def test_a_worker_that_dies_in_mid_stream_ends_it_with_an_error_and_the_next_one
         assert streamed.error["code"] == "service_unavailable"
         assert streamed.done
         assert streamed.finish_reasons == []
+        assert stack.http.get("/health").status_code == 503
         refused = stack.post()
         check_error(refused, None, 503)
         assert int(refused.headers["retry-after"]) >= 1
-        until(lambda: stack.http.get("/health").status_code == 503, "the loss is noticed")
         assert stack.http.get("/health/live").status_code == 200
         stack.worker.instance_id = "two"
         stack.play(Say("</think>back"), Finish())
