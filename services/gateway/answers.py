@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.common.errors import Cancelled, EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.deltas import Channel, Delta, Message, TextDelta, ToolArguments, ToolCallStart, merged
+from services.gateway.deltas import Channel, ContentWasReasoning, Delta, Message, TextDelta, ToolArguments, ToolCallStart, merged
 from services.gateway.logprobs import CompletionLogprobs, chat_entry
 from services.gateway.parser import OutputParser
 from services.gateway.tool_call import Utf8
@@ -26,9 +25,9 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
-    def new(cls, prefix: str, info: pb.InfoResponse) -> Head:
-        """A fresh identity, e.g. ``chatcmpl-…``."""
-        return cls(f"{prefix}-{uuid.uuid4().hex}", info.model_name, f"fp_{info.checkpoint_hash[:12]}")
+    def of(cls, prefix: str, request_id: str, info: pb.InfoResponse) -> Head:
+        """The identity of a request's answer, e.g. ``chatcmpl-…``."""
+        return cls(f"{prefix}-{request_id}", info.model_name, f"fp_{info.checkpoint_hash[:12]}")
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One object of the answer."""
@@ -218,6 +217,8 @@ class ChatAnswer:
         chunks = []
         for delta in merged(deltas):
             self._message.add(delta)
+            if isinstance(delta, ContentWasReasoning):
+                continue
             if self._show_reasoning or not (isinstance(delta, TextDelta) and delta.channel is Channel.REASONING):
                 chunks.append(self._chunk(_delta_json(delta), None))
         return chunks

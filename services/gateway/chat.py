@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
@@ -24,8 +23,15 @@ from services.gateway.worker_client import Language
 _LARGE_PROMPT_CHARS = 20_000
 
 
-async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, settings: GatewaySettings) -> Job:
+async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, settings: GatewaySettings, request_id: str) -> Job:
     """Renders, encodes and maps a request.
+
+    Args:
+        body: the checked request.
+        info: what the worker serves.
+        language: tokenizer and template.
+        settings: the gateway's.
+        request_id: our id; names the job in the worker and the answer.
 
     Raises:
         InvalidRequest: names the field at fault.
@@ -37,7 +43,7 @@ async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, 
     room = room_for_answer(len(prompt.token_ids), info.max_context, "messages")
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     request = pb.GenerateRequest(
-        request_id=uuid.uuid4().hex,
+        request_id=request_id,
         prompt_token_ids=prompt.token_ids,
         sampling=sampling_params(
             body,
@@ -61,7 +67,7 @@ async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, 
         parallel=body.parallel_tool_calls is not False,
     )
     answer = ChatAnswer(
-        Head.new("chatcmpl", info),
+        Head.of("chatcmpl", request_id, info),
         parser,
         len(prompt.token_ids),
         usage=usage_options(body),

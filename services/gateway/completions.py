@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
@@ -17,8 +16,14 @@ from services.gateway.services import Job
 from services.gateway.worker_client import Language
 
 
-async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Language) -> Job:
+async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Language, request_id: str) -> Job:
     """Encodes and maps a request.
+
+    Args:
+        body: the checked request.
+        info: what the worker serves.
+        language: tokenizer and template.
+        request_id: our id; names the job in the worker and the answer.
 
     Raises:
         InvalidRequest: names the field at fault.
@@ -26,7 +31,7 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
     token_ids = await _token_ids(body, info, language)
     room = room_for_answer(len(token_ids), info.max_context, "prompt")
     request = pb.GenerateRequest(
-        request_id=uuid.uuid4().hex,
+        request_id=request_id,
         prompt_token_ids=token_ids,
         sampling=sampling_params(
             body,
@@ -39,7 +44,7 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
         grammar=grammar_for(body.response_format, info.supports_grammar, 0),
     )
     answer = CompletionAnswer(
-        Head.new("cmpl", info),
+        Head.of("cmpl", request_id, info),
         frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
         len(token_ids),
         usage=usage_options(body),

@@ -38,7 +38,15 @@ class ToolArguments:
     text: str
 
 
-Delta = TextDelta | ToolCallStart | ToolArguments
+@dataclass(frozen=True)
+class ContentWasReasoning:
+    """All content so far turns out to have been reasoning: its end came where no reasoning was expected.
+
+    A whole answer moves it; a stream has sent it already.
+    """
+
+
+Delta = TextDelta | ToolCallStart | ToolArguments | ContentWasReasoning
 
 
 class ToolCall:
@@ -72,6 +80,9 @@ class Message:
             self.tool_calls.append(ToolCall(delta))
         elif isinstance(delta, ToolArguments):
             self.tool_calls[delta.index].add(delta.text)
+        elif isinstance(delta, ContentWasReasoning):
+            self._text[Channel.REASONING] += self._text[Channel.CONTENT]
+            self._text[Channel.CONTENT] = []
         else:
             self._text[delta.channel].append(delta.text)
 

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from services.gateway.deltas import Channel, Delta, TextDelta
+from services.gateway.deltas import Channel, ContentWasReasoning, Delta, TextDelta
 from services.gateway.prompt import PromptTail
 from services.gateway.tokenizer import PromptTokenizer
 from services.gateway.tool_call import CallState, Tag, ToolCallReader, Utf8
@@ -93,7 +93,9 @@ class OutputParser:
         self._call: ToolCallReader | None = None
         self._raw_call = False  # inside a call of an unknown tool, which is passed on as text
         self._closed_reasoning = tail is not PromptTail.REASONING
+        self._reasoned = tail is PromptTail.REASONING
         self._said_anything = False
+        self._content_tokens = 0
         self.reasoning_tokens = 0
         self.num_calls = 0
         self.num_complete_calls = 0
@@ -119,6 +121,7 @@ class OutputParser:
         if self._call is not None:
             return self._call_deltas(self._call.feed_text(piece))
         self.reasoning_tokens += self._channel is Channel.REASONING
+        self._content_tokens += self._channel is Channel.CONTENT
         return self._text(piece)
 
     def finish(self, *, stopped: bool) -> list[Delta]:
@@ -150,9 +153,15 @@ class OutputParser:
     def _tag(self, tag: Tag, piece: bytes) -> list[Delta]:
         """A control token outside a call."""
         if tag is Tag.THINK_END:
-            self._closed_reasoning = True
-            return self._switch(Channel.CONTENT)
+            deltas = self._switch(Channel.CONTENT)
+            if not self._reasoned and self._said_anything and self.num_calls == 0:
+                # Thinking was off and the model thought all the same.
+                deltas.append(ContentWasReasoning())
+                self.reasoning_tokens, self._held_space = self._content_tokens, ""
+            self._reasoned = self._closed_reasoning = True
+            return deltas
         if tag is Tag.THINK:
+            self._reasoned = True
             self._closed_reasoning = self._said_anything
             return self._switch(Channel.REASONING)
         if self._schemas is None:

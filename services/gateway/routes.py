@@ -35,14 +35,16 @@ def services_of(request: Request) -> Services:
 async def chat_completions(request: Request) -> Response:
     """An answer to a conversation."""
     services, body, info, language = await _accept(request, ChatRequest)
-    return await _run(request, services, await chat.prepare(body, info, language, services.settings), stream=bool(body.stream))
+    job = await chat.prepare(body, info, language, services.settings, request.state.request_id)
+    return await _run(request, services, job, stream=bool(body.stream))
 
 
 @router.post("/v1/completions")
 async def text_completions(request: Request) -> Response:
     """A continuation of a text."""
     services, body, info, language = await _accept(request, CompletionRequest)
-    return await _run(request, services, await completions.prepare(body, info, language), stream=bool(body.stream))
+    job = await completions.prepare(body, info, language, request.state.request_id)
+    return await _run(request, services, job, stream=bool(body.stream))
 
 
 @router.get("/v1/models")

@@ -20,6 +20,8 @@ WEATHER = {
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": STRING, "days": {"type": "integer"}}}},
 }
 LENGTH = Finish(pb.FINISH_REASON_LENGTH)
+# Left out: a case whose tags are words, and the one kind of output that a stream cannot take back.
+AGREEING = [case for case in CASES if "looks like tags" not in case.name and "never opened" not in case.name]
 
 
 def both_ways(stack: Stack, **fields: Any) -> tuple[dict[str, Any], Streamed]:
@@ -40,7 +42,7 @@ def both_ways(stack: Stack, **fields: Any) -> tuple[dict[str, Any], Streamed]:
 
 
 @pytest.mark.parametrize("per_event", [1, 3, 1000])
-@pytest.mark.parametrize("case", [case for case in CASES if "looks like tags" not in case.name], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", AGREEING, ids=lambda case: case.name)
 def test_streaming_and_whole_answers_agree(stack: Stack, case: Case, per_event: int) -> None:
     """Every output of the parser's tests, over HTTP, in events of one, three and all tokens."""
     thinking = {"type": "enabled" if case.tail.value == "reasoning" else "disabled"}
@@ -158,6 +160,17 @@ def test_thinking_off_and_the_model_thinks_all_the_same(stack: Stack, text: str)
     choice, _ = both_ways(stack, chat_template_kwargs={"enable_thinking": False})
     assert choice["message"]["content"] == "81"
     assert choice["message"]["reasoning_content"] == ("9*9=81" if "9" in text else None)
+
+
+def test_thinking_off_and_the_model_closes_a_thought_that_it_never_opened(stack: Stack) -> None:
+    """A whole answer keeps what came before </think> as reasoning; a stream has sent it, but never shows the tag."""
+    stack.play(Say("9*9=81</think>81"), Finish())
+    answer = stack.post(chat_template_kwargs={"enable_thinking": False}).json()
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("81", "9*9=81")
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == len(encode("9*9=81"))
+    streamed = stream(stack, chat_template_kwargs={"enable_thinking": False})
+    assert streamed.text("content") == "9*9=8181"
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,11 @@ CASES = [
         finish="tool_calls",
     ),
     Case("no tools: tags are text", "x" + call("ls", p="/"), content="x" + call("ls", p="/"), tools=None),
-    Case("a stray </think>", "a</think>b", content="ab"),
+    Case("a stray </think> at the start", "</think>b", content="b"),
+    Case("thinking that was never opened", "a</think>b", "a", "b"),
+    Case("thinking that was never opened, then a call", "a</think>" + call("now"), "a", "", [("now", {})], "tool_calls"),
+    Case("a second </think>", "r</think>a</think>b", "r", "ab", tail=THINKING),
+    Case("a </think> after a call", "a" + call("now") + "b</think>c", content="abc", calls=[("now", {})], finish="tool_calls"),
     Case("a second <think>", "<think>a<think>b</think>c", "ab", "c", tail=THINKING),
     Case("thinking that is opened again", "<think>hm</think>c", "hm", "c"),
     Case(

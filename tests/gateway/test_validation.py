@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -189,6 +190,15 @@ def test_unknown_and_harmless_fields_are_ignored(stack: Stack, path: str) -> Non
     """Fields of other servers, user, metadata and the like change nothing."""
     fields = {"user": "me", "metadata": {"a": 1}, "store": True, "service_tier": "auto", "frobnicate": 5}
     assert stack.post(path, **fields).status_code == 200
+
+
+def test_an_unknown_field_is_logged_once(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """However often a client sends it, the log has its name once, and never its value."""
+    with caplog.at_level(logging.DEBUG, logger="services.gateway.schemas"):
+        for _ in range(3):
+            stack.post(a_field_of_tomorrow="secret")
+    lines = [record.getMessage() for record in caplog.records if "a_field_of_tomorrow" in record.getMessage()]
+    assert lines == ["ignoring the unknown field a_field_of_tomorrow"]
 
 
 @pytest.mark.parametrize("path", BOTH)
