@@ -66,9 +66,9 @@ void text_kda(const TextKda* layer, const float* qkv, int64_t ld_qkv, const floa
   ops().kda(layer, qkv, ld_qkv, forget, ld_forget, beta, ld_beta, gate, ld_gate, seg_tokens, num_segments, conv_state, recurrent, out);
 }
 
-void text_mla(int64_t heads, int64_t key_dim, int64_t value_dim, float scaling, const float* q, const float* kv, const int64_t* seg_tokens,
-              const int64_t* seg_past, int64_t num_segments, float* const* keys, float* const* values, float* out) {
-  ops().mla(heads, key_dim, value_dim, scaling, q, kv, seg_tokens, seg_past, num_segments, keys, values, out);
+void text_mla(int64_t heads, int64_t rank, float scaling, const float* q, const float* latent, int64_t ld_latent, const int64_t* seg_tokens,
+              const int64_t* seg_past, int64_t num_segments, float* const* latents, float* out) {
+  ops().mla(heads, rank, scaling, q, latent, ld_latent, seg_tokens, seg_past, num_segments, latents, out);
 }
 
 void text_route(const float* x, const float* gate_panels, const float* bias, int64_t hidden, int64_t num_experts, int64_t top_k,

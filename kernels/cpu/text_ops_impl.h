@@ -289,77 +289,115 @@ void kda(const TextKda* l, const float* qkv, int64_t ld_qkv, const float* forget
   }
 }
 
-void mla_append(int64_t heads, int64_t key_dim, int64_t value_dim, const float* kv, int64_t position, float* keys, float* values) {
-  float* block = keys + (position / TEXT_KEY_BLOCK) * heads * key_dim * TEXT_KEY_BLOCK + position % TEXT_KEY_BLOCK;
-  float* value = values + position * heads * value_dim;
-  for (int64_t h = 0; h < heads; ++h, kv += key_dim + value_dim) {
-    for (int64_t d = 0; d < key_dim; ++d) block[(h * key_dim + d) * TEXT_KEY_BLOCK] = kv[d];
-    std::memcpy(value + h * value_dim, kv + key_dim, static_cast<size_t>(value_dim) * sizeof(float));
-  }
+// a[i] summed over its lanes becomes lane i: three rounds of pairwise adds, always in the same order.
+TEXT_INLINE F8 sum_lanes(const F8* a) {
+  F8 two[4], four[2];
+  for (int i = 0; i < 4; ++i)
+    two[i] = __builtin_shuffle(a[2 * i], a[2 * i + 1], I8{0, 8, 2, 10, 4, 12, 6, 14}) +
+             __builtin_shuffle(a[2 * i], a[2 * i + 1], I8{1, 9, 3, 11, 5, 13, 7, 15});
+  for (int i = 0; i < 2; ++i)
+    four[i] = __builtin_shuffle(two[2 * i], two[2 * i + 1], I8{0, 1, 8, 9, 4, 5, 12, 13}) +
+              __builtin_shuffle(two[2 * i], two[2 * i + 1], I8{2, 3, 10, 11, 6, 7, 14, 15});
+  return __builtin_shuffle(four[0], four[1], I8{0, 1, 2, 3, 8, 9, 10, 11}) +
+         __builtin_shuffle(four[0], four[1], I8{4, 5, 6, 7, 12, 13, 14, 15});
 }
 
-// Scores of N neighbouring blocks of 8 tokens against one query.
-template <int N>
-TEXT_INLINE void mla_scores(const float* q, const float* keys, int64_t block_stride, int64_t key_dim, float scaling, float* scores) {
-  F8 acc[N];
-  for (int n = 0; n < N; ++n) acc[n] = splat(0.0f);
-  for (int64_t d = 0; d < key_dim; ++d) {
-    const F8 qd = splat(q[d]);
-    for (int n = 0; n < N; ++n) acc[n] = madd(qd, load(keys + n * block_stride + d * TEXT_KEY_BLOCK), acc[n]);
+// Running softmax of one query and head over tiles of kTile positions.
+constexpr int64_t kTile = 64;
+struct MlaPair {
+  float top, total;
+  float* acc;  // [rank], not yet divided by total
+};
+
+// Scores of 8 neighbouring positions.
+TEXT_INLINE F8 mla_scores(const float* q, const float* latents, int64_t rank) {
+  F8 acc[8];
+  for (int i = 0; i < 8; ++i) acc[i] = splat(0.0f);
+  for (int64_t d = 0; d < rank; d += 8) {
+    const F8 qd = load(q + d);
+    for (int i = 0; i < 8; ++i) acc[i] = madd(qd, load(latents + i * rank + d), acc[i]);
   }
-  for (int n = 0; n < N; ++n) store(scores + 8 * n, acc[n] * splat(scaling));
+  return sum_lanes(acc);
 }
 
 template <int V>
-TEXT_INLINE void mla_values(const float* p, const float* values, int64_t stride, int64_t length, float inv, float* out) {
+TEXT_INLINE void mla_values(const float* p, const float* latents, int64_t rank, int64_t count, float* out) {
   F8 acc[V];
-  for (int v = 0; v < V; ++v) acc[v] = splat(0.0f);
-  for (int64_t i = 0; i < length; ++i, values += stride) {
+  for (int v = 0; v < V; ++v) acc[v] = load(out + 8 * v);
+  for (int64_t i = 0; i < count; ++i, latents += rank) {
     const F8 pi = splat(p[i]);
-    for (int v = 0; v < V; ++v) acc[v] = madd(pi, load(values + 8 * v), acc[v]);
+    for (int v = 0; v < V; ++v) acc[v] = madd(pi, load(latents + 8 * v), acc[v]);
   }
-  for (int v = 0; v < V; ++v) store(out + 8 * v, acc[v] * splat(inv));
+  for (int v = 0; v < V; ++v) store(out + 8 * v, acc[v]);
 }
 
-void mla_head(int64_t heads, int64_t key_dim, int64_t value_dim, float scaling, const float* q, const float* keys, const float* values,
-              int64_t length, float* scores, float* out) {
-  const int64_t blocks = (length + 7) / 8, stride = heads * key_dim * TEXT_KEY_BLOCK;
-  int64_t b = 0;
-  for (; b + 4 <= blocks; b += 4) mla_scores<4>(q, keys + b * stride, stride, key_dim, scaling, scores + 8 * b);
-  for (; b < blocks; ++b) mla_scores<1>(q, keys + b * stride, stride, key_dim, scaling, scores + 8 * b);
-  for (int64_t i = length; i < 8 * blocks; ++i) scores[i] = -INFINITY;
-  F8 top8 = load(scores);
-  for (b = 1; b < blocks; ++b) top8 = vmax(top8, load(scores + 8 * b));
-  float top = top8[0];
-  for (int i = 1; i < 8; ++i) top = std::max(top, top8[i]);
+// Adds `count` positions of a tile. Tiles are cut at multiples of kTile from the stream's start, so the order of all sums depends on
+// positions alone, not on how the prompt was cut into chunks.
+void mla_tile(const float* q, const float* tile, int64_t rank, int64_t count, float scaling, MlaPair* pair) {
+  float p[kTile];
+  const int64_t blocks = (count + 7) / 8;
+  F8 top8 = splat(-INFINITY);
+  for (int64_t b = 0; b < blocks; ++b) {
+    F8 s = mla_scores(q, tile + 8 * b * rank, rank) * splat(scaling);
+    for (int64_t i = count - 8 * b; i < 8; ++i) s[i] = -INFINITY;
+    top8 = vmax(top8, s);
+    store(p + 8 * b, s);
+  }
+  float top = pair->top;
+  for (int i = 0; i < 8; ++i) top = std::max(top, top8[i]);
+  if (top > pair->top) {
+    const float shrink = vexp(splat(pair->top - top))[0];
+    pair->total *= shrink;
+    for (int64_t r = 0; r < rank; r += 8) store(pair->acc + r, load(pair->acc + r) * splat(shrink));
+    pair->top = top;
+  }
   F8 total = splat(0.0f);
-  for (b = 0; b < blocks; ++b) {
-    F8 p = vexp(load(scores + 8 * b) - splat(top));
-    if (b == blocks - 1)  // vexp saturates: what lies behind the last token must count nothing
-      for (int64_t i = length - 8 * b; i < 8; ++i) p[i] = 0.0f;
-    store(scores + 8 * b, p);
-    total = total + p;
+  for (int64_t b = 0; b < blocks; ++b) {
+    F8 v = vexp(load(p + 8 * b) - splat(top));
+    for (int64_t i = count - 8 * b; i < 8; ++i) v[i] = 0.0f;  // vexp saturates: what lies behind the end must count nothing
+    store(p + 8 * b, v);
+    total = total + v;
   }
-  const float inv = 1.0f / sum(total);
-  const int64_t value_stride = heads * value_dim;
-  int64_t c = 0;
-  for (; c + 64 <= value_dim; c += 64) mla_values<8>(scores, values + c, value_stride, length, inv, out + c);
-  for (; c < value_dim; c += 8) mla_values<1>(scores, values + c, value_stride, length, inv, out + c);
+  pair->total += sum(total);
+  int64_t r = 0;
+  for (; r + 64 <= rank; r += 64) mla_values<8>(p, tile + r, rank, count, pair->acc + r);
+  for (; r < rank; r += 8) mla_values<1>(p, tile + r, rank, count, pair->acc + r);
 }
 
-void mla(int64_t heads, int64_t key_dim, int64_t value_dim, float scaling, const float* q, const float* kv, const int64_t* seg_tokens,
-         const int64_t* seg_past, int64_t num_segments, float* const* keys, float* const* values, float* out) {
-  thread_local std::vector<float> scores;
+// A few queries at a time share every tile that is read from memory.
+constexpr int64_t kQueries = 8;
+
+void mla_queries(int64_t heads, int64_t rank, float scaling, const float* q, const float* latents, int64_t past, int64_t num_queries,
+                 std::vector<MlaPair>* pairs, std::vector<float>* acc, float* out) {
+  acc->assign(static_cast<size_t>(num_queries * heads * rank), 0.0f);
+  pairs->resize(static_cast<size_t>(num_queries * heads));
+  for (int64_t i = 0; i < num_queries * heads; ++i) (*pairs)[i] = {-INFINITY, 0.0f, acc->data() + i * rank};
+  for (int64_t start = 0; start < past + num_queries; start += kTile)
+    for (int64_t i = 0; i < num_queries; ++i) {
+      const int64_t count = std::min(kTile, past + i + 1 - start);
+      if (count <= 0) continue;
+      for (int64_t h = i * heads; h < (i + 1) * heads; ++h)
+        mla_tile(q + h * rank, latents + start * rank, rank, count, scaling, pairs->data() + h);
+    }
+  for (const MlaPair& pair : *pairs) {
+    const F8 inv = splat(1.0f / pair.total);
+    for (int64_t r = 0; r < rank; r += 8, out += 8) store(out, load(pair.acc + r) * inv);
+  }
+}
+
+void mla(int64_t heads, int64_t rank, float scaling, const float* q, const float* latent, int64_t ld_latent, const int64_t* seg_tokens,
+         const int64_t* seg_past, int64_t num_segments, float* const* latents, float* out) {
+  thread_local std::vector<MlaPair> pairs;
+  thread_local std::vector<float> acc;
   for (int64_t s = 0; s < num_segments; ++s) {
-    scores.resize(static_cast<size_t>(seg_past[s] + seg_tokens[s] + 8));
-    for (int64_t t = 0; t < seg_tokens[s]; ++t) {
-      mla_append(heads, key_dim, value_dim, kv, seg_past[s] + t, keys[s], values[s]);
-      for (int64_t h = 0; h < heads; ++h)
-        mla_head(heads, key_dim, value_dim, scaling, q + h * key_dim, keys[s] + h * key_dim * TEXT_KEY_BLOCK, values[s] + h * value_dim,
-                 seg_past[s] + t + 1, scores.data(), out + h * value_dim);
-      q += heads * key_dim;
-      kv += heads * (key_dim + value_dim);
-      out += heads * value_dim;
+    const int64_t past = seg_past[s], tokens = seg_tokens[s];
+    for (int64_t t = 0; t < tokens; ++t, latent += ld_latent)
+      std::memcpy(latents[s] + (past + t) * rank, latent, static_cast<size_t>(rank) * sizeof(float));
+    for (int64_t t = 0; t < tokens; t += kQueries) {
+      const int64_t count = std::min(kQueries, tokens - t);
+      mla_queries(heads, rank, scaling, q, latents[s], past + t, count, &pairs, &acc, out);
+      q += count * heads * rank;
+      out += count * heads * rank;
     }
   }
 }

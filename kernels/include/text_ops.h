@@ -5,7 +5,7 @@
  * who else is being served. (Bits differ between instruction sets: only routed experts promise more, see docs/arithmetic.md.)
  *
  * Rows are "tokens". A forward pass works on segments: segment s owns the next seg_tokens[s] rows, which continue one stream whose state
- * (convolution window, recurrent state, keys and values) is given by one pointer per segment. All widths are multiples of 8.
+ * (convolution window, recurrent state, latents) is given by one pointer per segment. All widths are multiples of 8.
  */
 #ifndef GLM53_TEXT_OPS_H_
 #define GLM53_TEXT_OPS_H_
@@ -18,8 +18,8 @@ extern "C" {
 
 #define TEXT_API __attribute__((visibility("default")))
 
-/* Keys are stored in blocks of this many tokens, see text_mla. A capacity is a multiple of it. */
-#define TEXT_KEY_BLOCK 8
+/* Positions are read in groups of this many, see text_mla. A capacity is a multiple of it. */
+#define TEXT_POSITIONS 8
 /* Columns of one weight panel, see text_pack. */
 #define TEXT_PANEL 64
 
@@ -80,13 +80,13 @@ TEXT_API void text_kda(const TextKda* layer, const float* qkv, int64_t ld_qkv, c
                        int64_t ld_beta, const float* gate, int64_t ld_gate, const int64_t* seg_tokens, int64_t num_segments,
                        float* const* conv_state, float* const* recurrent, float* out);
 
-/* Multi-head attention over all earlier tokens of the segment's stream; q and kv are already expanded per head.
- * q [tokens][heads][key_dim], kv [tokens][heads][key_dim + value_dim]. State per segment: past tokens seg_past[s];
- * keys [capacity / 8][heads][key_dim][8], values [capacity][heads][value_dim]. The new keys and values are appended first (the caller made
- * room). out [tokens][heads][value_dim]. */
-TEXT_API void text_mla(int64_t heads, int64_t key_dim, int64_t value_dim, float scaling, const float* q, const float* kv,
-                       const int64_t* seg_tokens, const int64_t* seg_past, int64_t num_segments, float* const* keys, float* const* values,
-                       float* out);
+/* Latent attention over all earlier tokens of the segment's stream. Queries are already in the latents' space and every head reads the same
+ * latents as keys and as values, so a token of context costs one latent.
+ * q [tokens][heads][rank], latent [tokens][rank] with row stride ld_latent. State per segment: past tokens seg_past[s], latents
+ * [capacity][rank], capacity a multiple of TEXT_POSITIONS. The new latents are appended first (the caller made room).
+ * out [tokens][heads][rank]. */
+TEXT_API void text_mla(int64_t heads, int64_t rank, float scaling, const float* q, const float* latent, int64_t ld_latent,
+                       const int64_t* seg_tokens, const int64_t* seg_past, int64_t num_segments, float* const* latents, float* out);
 
 /* Sigmoid router: the top_k experts by sigmoid(x w) + bias, best first (the lower index wins a tie), weights sigmoid / sum * scaling.
  * selected int64 [tokens][top_k], weights [tokens][top_k]. num_experts is a multiple of 8 and at most 1024. */

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.python import lib
 
-KEY_BLOCK = 8
+POSITIONS = 8
 PANEL = 64
 
 _P = ctypes.c_void_p
@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "text_hyper_mix": (_P, _P, _I, _P, _P, _P),
     "text_hyper_apply": (_I, _I, _P, _P, _P, _P, _P, _I),
     "text_kda": (_P, _P, _I, _P, _I, _P, _I, _P, _I, _P, _I, _P, _P, _P),
-    "text_mla": (_I, _I, _I, _F, _P, _P, _P, _P, _I, _P, _P, _P),
+    "text_mla": (_I, _I, _F, _P, _P, _I, _P, _P, _I, _P, _P),
     "text_route": (_P, _P, _P, _I, _I, _I, _F, _I32, _I, _P, _P),
     "text_swiglu": (_P, _I, _F, _P, _I),
     "text_hyper_head": (_P, _I, _I, _P, _F, _P, _I),

@@ -57,7 +57,7 @@ class Workspace:
         config = weights.config
         streams, hidden = config.hc_mult, config.hidden_size
         kda = config.linear_num_heads * config.linear_head_dim
-        heads = config.num_attention_heads
+        heads, rank = config.num_attention_heads, config.kv_lora_rank
         wide_in = max([layer.attention.inputs.outputs for layer in weights.layers])
         inter = max(config.intermediate_size, config.moe_intermediate_size * config.n_shared_experts)
         self.tokens = tokens
@@ -69,9 +69,8 @@ class Workspace:
         self.proj = Buffer(tokens, wide_in)
         self.forget = Buffer(tokens, kda)
         self.gate = Buffer(tokens, kda)
-        self.query = Buffer(tokens, heads * config.qk_nope_head_dim)
-        self.key_value = Buffer(tokens, heads * (config.qk_nope_head_dim + config.v_head_dim))
-        self.mixed = Buffer(tokens, max(kda, heads * config.v_head_dim))
+        self.query = Buffer(tokens, heads * rank)
+        self.mixed = Buffer(tokens, max(kda, heads * rank))
         self.gate_up = Buffer(tokens, 2 * inter)
         self.inner = Buffer(tokens, inter)
         self.selected = Buffer(tokens, config.num_experts_per_tok, dtype=np.int64)
@@ -88,11 +87,11 @@ class Segments:
         self.past = np.array([state.length for state in states], np.int64)
         self.tokens_address = text_ops.address(self.tokens)
         self.past_address = text_ops.address(self.past)
-        self._tables = [layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "keys", "values")]
+        self._tables = [layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "latents")]
         self._bases = [text_ops.address(table) for table in self._tables]
 
     def pointers(self, which: int, layer: int) -> int:
-        """Address of the pointer row of `layer` for conv (0), recurrent (1), keys (2) or values (3)."""
+        """Address of the pointer row of `layer` for conv (0), recurrent (1) or latents (2)."""
         return self._bases[which] + layer * self.num * 8
 
 
@@ -198,29 +197,27 @@ class CpuTextModel:
 
     def _mla(self, layer: MlaLayer, segments: Segments, total: int) -> None:
         work, config, ops = self._work, self.config, self._ops
-        heads, key_dim, value_dim = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
-        ld, q_rank, kv_rank = layer.inputs.outputs, config.q_lora_rank, config.kv_lora_rank
-        q_a, kv_a = work.proj.address, work.proj.address + 4 * q_rank
+        heads, rank, q_rank = config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
+        ld, q_a = layer.inputs.outputs, work.proj.address
+        latent = q_a + 4 * q_rank
         self._linear(layer.inputs, work.x.address, config.hidden_size, q_a, ld, total)
         ops.text_rms_norm(q_a, ld, layer.q_norm.ctypes.data, config.rms_norm_eps, q_rank, q_a, ld, total)
-        ops.text_rms_norm(kv_a, ld, layer.kv_norm.ctypes.data, config.rms_norm_eps, kv_rank, kv_a, ld, total)
-        self._linear(layer.q_b, q_a, ld, work.query.address, heads * key_dim, total)
-        self._linear(layer.kv_b, kv_a, ld, work.key_value.address, heads * (key_dim + value_dim), total)
+        ops.text_rms_norm(latent, ld, layer.kv_norm.ctypes.data, config.rms_norm_eps, rank, latent, ld, total)
+        self._linear(layer.query, q_a, ld, work.query.address, heads * rank, total)
         ops.text_mla(
             heads,
-            key_dim,
-            value_dim,
-            key_dim**-0.5,
+            rank,
+            config.qk_nope_head_dim**-0.5,
             work.query.address,
-            work.key_value.address,
+            latent,
+            ld,
             segments.tokens_address,
             segments.past_address,
             segments.num,
             segments.pointers(2, layer.index),
-            segments.pointers(3, layer.index),
             work.mixed.address,
         )
-        self._linear(layer.out, work.mixed.address, heads * value_dim, work.y.address, config.hidden_size, total)
+        self._linear(layer.out, work.mixed.address, heads * rank, work.y.address, config.hidden_size, total)
 
     def _mlp(self, mlp: Mlp, total: int) -> None:
         work, hidden = self._work, self.config.hidden_size

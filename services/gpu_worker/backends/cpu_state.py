@@ -1,4 +1,4 @@
-"""What one stream keeps between forward passes on the CPU: convolution windows, recurrent states, keys and values.
+"""What one stream keeps between forward passes on the CPU: convolution windows, recurrent states, latents of attention.
 
 Each stream owns its memory, so joining or leaving a batch moves nothing: a pass is given one pointer per stream and layer.
 """
@@ -23,8 +23,7 @@ class StateShape:
     conv: tuple[int, ...]  # [layers, taps - 1, 3 * width]
     recurrent: tuple[int, ...]  # [layers, heads, dim, dim]
     mla_layers: int
-    key_floats: int  # per token and layer
-    value_floats: int
+    latent: int  # per token and layer
     max_tokens: int
 
     @staticmethod
@@ -36,8 +35,7 @@ class StateShape:
             (weights.num_kda, config.linear_conv_kernel_dim - 1, 3 * width),
             (weights.num_kda, config.linear_num_heads, config.linear_head_dim, config.linear_head_dim),
             weights.num_mla,
-            config.num_attention_heads * config.qk_nope_head_dim,
-            config.num_attention_heads * config.v_head_dim,
+            config.kv_lora_rank,
             max_tokens,
         )
 
@@ -51,13 +49,12 @@ class StreamState:
         self.capacity = 0
         self.conv = np.zeros(shape.conv, np.float32)
         self.recurrent = np.zeros(shape.recurrent, np.float32)
-        self.keys: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
-        self.values: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
+        self.latents: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that the stream holds."""
-        return self.conv.nbytes + self.recurrent.nbytes + self.keys.nbytes + self.values.nbytes
+        return self.conv.nbytes + self.recurrent.nbytes + self.latents.nbytes
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` more tokens.
@@ -73,9 +70,8 @@ class StreamState:
         capacity = max(MIN_CAPACITY, self.capacity)
         while capacity < need:
             capacity *= 2
-        capacity = -(-min(capacity, self.shape.max_tokens) // text_ops.KEY_BLOCK) * text_ops.KEY_BLOCK
-        self.keys = self._grown(self.keys, capacity * self.shape.key_floats)
-        self.values = self._grown(self.values, capacity * self.shape.value_floats)
+        capacity = -(-min(capacity, self.shape.max_tokens) // text_ops.POSITIONS) * text_ops.POSITIONS
+        self.latents = self._grown(self.latents, capacity * self.shape.latent)
         self.capacity = capacity
 
     @staticmethod

@@ -71,9 +71,8 @@ class MlaLayer:
     inputs: Packed  # q_a, kv_a
     q_norm: Array
     kv_norm: Array
-    q_b: Packed
-    kv_b: Packed
-    out: Packed
+    query: Packed  # q_b and the key half of kv_b in one: from the query's rank to every head's latent space
+    out: Packed  # the value half of kv_b and o in one: from every head's latent space to the model width
 
 
 @dataclass
@@ -224,20 +223,26 @@ def _kda(checkpoint: Checkpoint, weights: TextWeights, key: str) -> KdaLayer:
 
 
 def _mla(checkpoint: Checkpoint, weights: TextWeights, key: str) -> MlaLayer:
+    """Attention in the space of latents: kv_b is folded into its neighbours, so that a token of context is one latent."""
     config = checkpoint.config
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     key_dim, value_dim = config.qk_nope_head_dim, config.v_head_dim
+    q_b = checkpoint.linear(key + "q_b_proj", config.q_lora_rank, heads * key_dim).reshape(-1, heads, key_dim)
+    kv_b = checkpoint.linear(key + "kv_b_proj", rank, heads * (key_dim + value_dim)).reshape(rank, heads, -1)
+    out = checkpoint.linear(key + "o_proj", heads * value_dim, hidden).reshape(heads, value_dim, hidden)
+    # The products are made in fp64: rounding twice would cost more than the whole pass does.
+    query = np.einsum("qhd,rhd->qhr", q_b, kv_b[..., :key_dim], dtype=np.float64, optimize=True)
+    value = np.einsum("rhd,hdo->hro", kv_b[..., key_dim:], out, dtype=np.float64, optimize=True)
     return MlaLayer(
         weights.num_mla,
         Packed(
             checkpoint.linear(key + "q_a_proj", hidden, config.q_lora_rank),
-            checkpoint.linear(key + "kv_a_proj_with_mqa", hidden, config.kv_lora_rank),
+            checkpoint.linear(key + "kv_a_proj_with_mqa", hidden, rank),
         ),
         checkpoint.tensor(key + "q_a_layernorm.weight", config.q_lora_rank),
-        checkpoint.tensor(key + "kv_a_layernorm.weight", config.kv_lora_rank),
-        Packed(checkpoint.linear(key + "q_b_proj", config.q_lora_rank, heads * key_dim)),
-        Packed(checkpoint.linear(key + "kv_b_proj", config.kv_lora_rank, heads * (key_dim + value_dim))),
-        Packed(checkpoint.linear(key + "o_proj", heads * value_dim, hidden)),
+        checkpoint.tensor(key + "kv_a_layernorm.weight", rank),
+        Packed(query.reshape(config.q_lora_rank, heads * rank).astype(np.float32)),
+        Packed(value.reshape(heads * rank, hidden).astype(np.float32)),
     )
 
 
