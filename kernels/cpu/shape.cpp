@@ -65,31 +65,54 @@ class Cursor {
   uint64_t next_ = 0;
 };
 
-#define SHAPE_FIELDS(FIELD)                                                                                                    \
-  FIELD(hidden)                                                                                                                \
-  FIELD(inter)                                                                                                                 \
-  FIELD(record_bytes)                                                                                                          \
-  FIELD(k_gate)                                                                                                                \
-  FIELD(k_up)                                                                                                                  \
-  FIELD(k_down)                                                                                                                \
-  FIELD(codebook)                                                                                                              \
-  FIELD(activation) FIELD(reserved) FIELD(act_limit) FIELD(gate_trellis) FIELD(up_trellis) FIELD(down_trellis) FIELD(gate_suh) \
-      FIELD(gate_svh) FIELD(up_suh) FIELD(up_svh) FIELD(down_suh) FIELD(down_svh) FIELD(gate_bias) FIELD(up_bias) FIELD(down_bias)
-#define TASK_FIELDS(FIELD) FIELD(shape) FIELD(record) FIELD(x) FIELD(x_rows) FIELD(out) FIELD(out_rows) FIELD(num_rows) FIELD(x_dtype)
+struct Field {
+  const char* name;
+  size_t offset, size;
+};
+#define FIELD(type, name) \
+  Field { #type "." #name, offsetof(type, name), sizeof(type::name) }
+
+constexpr Field kLayout[] = {
+    FIELD(MoeExpertShape, hidden),
+    FIELD(MoeExpertShape, inter),
+    FIELD(MoeExpertShape, record_bytes),
+    FIELD(MoeExpertShape, k_gate),
+    FIELD(MoeExpertShape, k_up),
+    FIELD(MoeExpertShape, k_down),
+    FIELD(MoeExpertShape, codebook),
+    FIELD(MoeExpertShape, activation),
+    FIELD(MoeExpertShape, reserved),
+    FIELD(MoeExpertShape, act_limit),
+    FIELD(MoeExpertShape, gate_trellis),
+    FIELD(MoeExpertShape, up_trellis),
+    FIELD(MoeExpertShape, down_trellis),
+    FIELD(MoeExpertShape, gate_suh),
+    FIELD(MoeExpertShape, gate_svh),
+    FIELD(MoeExpertShape, up_suh),
+    FIELD(MoeExpertShape, up_svh),
+    FIELD(MoeExpertShape, down_suh),
+    FIELD(MoeExpertShape, down_svh),
+    FIELD(MoeExpertShape, gate_bias),
+    FIELD(MoeExpertShape, up_bias),
+    FIELD(MoeExpertShape, down_bias),
+    Field{"MoeExpertShape.", 0, sizeof(MoeExpertShape)},
+    FIELD(MoeTask, shape),
+    FIELD(MoeTask, record),
+    FIELD(MoeTask, x),
+    FIELD(MoeTask, x_rows),
+    FIELD(MoeTask, out),
+    FIELD(MoeTask, out_rows),
+    FIELD(MoeTask, num_rows),
+    FIELD(MoeTask, x_dtype),
+    Field{"MoeTask.", 0, sizeof(MoeTask)},
+};
+#undef FIELD
 
 std::string describe_layout() {
   std::string text;
-  const auto add = [&text](const char* type, const char* field, size_t offset, size_t size) {
-    text += std::string(type) + "." + field + "=" + std::to_string(offset) + ":" + std::to_string(size) + "\n";
-  };
-#define ADD(field) add("MoeExpertShape", #field, offsetof(MoeExpertShape, field), sizeof(MoeExpertShape::field));
-  SHAPE_FIELDS(ADD)
-#undef ADD
-  add("MoeExpertShape", "", 0, sizeof(MoeExpertShape));
-#define ADD(field) add("MoeTask", #field, offsetof(MoeTask, field), sizeof(MoeTask::field));
-  TASK_FIELDS(ADD)
-#undef ADD
-  add("MoeTask", "", 0, sizeof(MoeTask));
+  for (const Field& field : kLayout) {
+    text += std::string(field.name) + "=" + std::to_string(field.offset) + ":" + std::to_string(field.size) + "\n";
+  }
   return text;
 }
 
