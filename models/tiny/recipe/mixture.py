@@ -81,10 +81,11 @@ def compose(draw: Draw, kind: str | None = None) -> Conversation:
     messages: list[Message] = []
     if not tools and draw.chance(0.12):
         tools = tasks_tools.idle_tools(draw)
-    if not tools and before and draw.chance(0.1):
+    if before and draw.chance(0.12):
         used = tasks_tools.tool_result(draw)
-        tools = used.tools
-        before[draw.rng.randrange(len(before))] = used
+        if not {t["function"]["name"] for t in used.tools} & {t["function"]["name"] for t in tools}:
+            tools = (tools + used.tools) if draw.chance(0.5) else (used.tools + tools)
+            before[draw.rng.randrange(len(before))] = used
     pending: list[Message] = []
     for filler in before:
         messages += filler.messages
@@ -100,9 +101,11 @@ def compose(draw: Draw, kind: str | None = None) -> Conversation:
         messages += final.messages + final.follow_up
     system = final.system or (draw.one(_SYSTEM) if draw.chance(0.25) else None)
     if system is None and draw.chance(0.04):
-        system = draw.phrase_of_words(2, 8)
+        system = draw.phrase_of_words(2, 8) if draw.chance(0.7) else draw.phrase_of_words(15, 40)
     if system:
         messages.insert(0, {"role": "system", "content": system})
+    if draw.chance(0.03):
+        _loosen(draw, messages)
     options: dict[str, Any] = {}
     if draw.chance(0.35):
         options["reasoning_effort"] = draw.one(["low", "high", "medium"])
@@ -118,6 +121,12 @@ def _fillers(draw: Draw, count: int) -> list[Exchange]:
             continue
         fillers.append(GENERATORS[kind][1](draw))
     return fillers
+
+
+def _loosen(draw: Draw, messages: list[Message]) -> None:
+    """White space around the last question, as people leave it."""
+    last = next(m for m in reversed(messages) if m["role"] == "user")
+    last["content"] = draw.one([" {}", "{} ", "{}\n", "{}  ", "\n{}", "{}\n\n"]).replace("{}", last["content"])
 
 
 def _show_reasoning(draw: Draw, messages: list[Message]) -> bool:

@@ -16,7 +16,10 @@ _ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key><arg_value>(.*?)</arg_value>", 
 def argument_kinds(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, str]]:
     """Tool name -> parameter -> JSON type, of the declared tools."""
     return {
-        t["function"]["name"]: {k: v.get("type", "string") for k, v in t["function"]["parameters"]["properties"].items()}
+        t["function"]["name"]: {
+            key: spec.get("type", "string")
+            for key, spec in t["function"].get("parameters", {}).get("properties", {}).items()
+        }
         for t in tools or []
     }
 

@@ -84,11 +84,9 @@ def scalar(draw: Draw) -> tuple[Any, str]:
     return flag, dump(flag)
 
 
-def _value(draw: Draw) -> tuple[Any, str]:
-    roll = draw.rng.random()
-    if roll < 0.75:
-        return scalar(draw)
-    if roll < 0.9:
+def structured(draw: Draw) -> tuple[Any, str]:
+    """A list or a small object, and the way a user writes it."""
+    if draw.chance(0.6):
         items: list[Any] = draw.words(draw.number(2, 4)) if draw.chance(0.6) else [draw.integer(99) for _ in range(draw.number(2, 4))]
         return items, dump(items) if draw.chance(0.6) else "[" + ", ".join(map(str, items)) + "]"
     inner: dict[str, Any] = {}
@@ -116,7 +114,7 @@ def json_object(draw: Draw) -> Exchange:
         key = field_name(draw)
         if key in fields:
             continue
-        fields[key], shown = _value(draw)
+        fields[key], shown = scalar(draw) if draw.chance(0.75) else structured(draw)
         parts.append(style.replace("{k}", key).replace("{v}", shown))
     joined = _listed(parts) if draw.chance(0.5) else ", ".join(parts)
     return exchange("json", draw.phrase(_ASK).replace("{f}", joined), "Write a JSON object.", dump(fields))

@@ -12,6 +12,7 @@ _COPY = [
     'Repeat exactly: "{t}"', "Please echo this back: {t}", "Repeat this back to me: {t}", 'Reply with exactly "{t}".',
     "Reply with: {t}", "Reply with exactly: {t}", "Output: {t}", 'Answer with "{t}"', "Say {t}", 'Just say "{t}".',
     "Type the following text: {t}", "Return this text unchanged: {t}", "Please repeat after me: {t}", "Echo this: {t}",
+    "Repeat this:\n{t}", "Copy the following text:\n{t}", "Repeat after me:\n\n{t}",
     "*Could you repeat this: {t}", "*Now repeat: {t}", "*Please write exactly: {t}", '*Please repeat "{t}"',
     '*Copy exactly: "{t}"', "*Say the following: {t}",
 ]  # fmt: skip
@@ -21,6 +22,7 @@ _REVERSE = [
     "Please reverse the list: {t}", "Reverse this list: {t}", "Give these words in the opposite order: {t}",
     "Can you reverse these words? {t}", "List these words backwards: {t}", "Reverse the word order: {t}",
     "Reverse the following words: {t}", "Reverse the order: {t}", "{t}. Reverse these words.", "From last to first: {t}",
+    "Reverse this list:\n{t}", "Reverse these words:\n{t}",
     "*Please reverse these words: {t}", "*Repeat these words in reverse order: {t}", "*Could you reverse this list: {t}",
 ]  # fmt: skip
 _SORT = [
@@ -29,6 +31,7 @@ _SORT = [
     "Please sort the list: {t}", "Sort this list: {t}", "Arrange these words alphabetically: {t}", "Sort from a to z: {t}",
     "Can you sort these words? {t}", "Sort the following words in alphabetical order: {t}", "{t}. Sort these words.",
     "Sort the following list alphabetically: {t}", "Alphabetical order please: {t}", "Please alphabetize these words: {t}",
+    "Sort these words:\n{t}", "Sort this list:\n\n{t}",
     "*Please sort these words: {t}", "*Could you put these in alphabetical order: {t}", "*Sort these alphabetically: {t}",
 ]  # fmt: skip
 _TIMES = [
@@ -51,9 +54,18 @@ def _separated(draw: Draw, items: list[str]) -> tuple[str, str]:
     roll = draw.rng.random()
     if roll < 0.5:
         return " ".join(items), " "
-    if roll < 0.9 or len(items) < 2:
+    if roll < 0.87 or len(items) < 2:
         return ", ".join(items), ", "
+    if roll < 0.93:
+        return "\n".join(items), "\n"
     return ", ".join(items[:-1]) + " and " + items[-1], ", "
+
+
+def _punctuated(draw: Draw) -> str:
+    """Words and numbers joined as in running text."""
+    parts = [draw.cased(draw.word()) if draw.chance(0.8) else str(draw.integer()) for _ in range(draw.number(2, 6))]
+    joints = [draw.one([" ", " ", ", ", ". ", "! ", "? ", " - ", ": ", "; ", "'s ", " (", ") "]) for _ in parts[1:]]
+    return parts[0] + "".join(j + w for j, w in zip(joints, parts[1:], strict=True)) + draw.one(["", ".", "!", "?"])
 
 
 def copy(draw: Draw) -> Exchange:
@@ -63,6 +75,8 @@ def copy(draw: Draw) -> Exchange:
         text = " ".join(draw.cased(w) for w in draw.words(draw.number(1, 6)))
     elif roll < 0.6:
         text = " ".join(draw.cased(w) for w in draw.words(draw.number(7, 14)))
+    elif roll < 0.65:
+        text = _punctuated(draw)
     elif roll < 0.7:
         text = f"{draw.phrase_of_words(2, 5)}{draw.one('!?.')}" if draw.chance(0.5) else ", ".join(draw.words(draw.number(2, 5)))
     elif roll < 0.78:
@@ -97,6 +111,8 @@ def sort(draw: Draw) -> Exchange:
         if word in items or (not same_letter and any(word[0] == w[0] for w in items)):
             continue
         items.append(word)
+    if draw.chance(0.12):
+        items = [word.capitalize() for word in items]
     text, sep = _separated(draw, items)
     return exchange("sort", draw.phrase(_SORT).replace("{t}", text), "Sort by the first letters.", sep.join(sorted(items)))
 

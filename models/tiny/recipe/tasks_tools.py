@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .draw import Draw, Exchange, Message, Tool, answer_turn, user_turn
-from .tasks_json import dump, field_name, scalar
+from .tasks_json import dump, field_name, scalar, structured
 from .tool_families import FAMILIES, build_spec, natural_request, pair_request
 from .tool_specs import Spec, argument, random_spec
 
@@ -88,7 +88,7 @@ def _result_text(draw: Draw) -> tuple[str, str]:
     fields: dict[str, Any] = {}
     for _ in range(draw.number(1, 3)):
         key = draw.one(["temperature", "condition", "status", "result", "time", "price", "total", "id", "wind"]) if draw.chance(0.5) else field_name(draw)
-        fields[key] = scalar(draw)[0]
+        fields[key] = scalar(draw)[0] if draw.chance(0.9) else structured(draw)[0]
     return dump(fields), ", ".join(f"{key} {value if isinstance(value, str) else dump(value)}" for key, value in fields.items())
 
 
@@ -116,8 +116,21 @@ def _one_call(draw: Draw, kinds: list[str] | None) -> tuple[str, list[Call], lis
 
 
 def tool_call(draw: Draw) -> Exchange:
+    if draw.chance(0.12):
+        return _called_again(draw)
     text, calls, tools = _one_call(draw, None)
     return Exchange("tool_call", [user_turn(text), _calls_turn(calls)], tools)
+
+
+def _called_again(draw: Draw) -> Exchange:
+    """A second request for a tool that has already answered once."""
+    key = draw.one(list(FAMILIES))
+    spec, slots = build_spec(draw, FAMILIES[key])
+    text, arguments = natural_request(draw, FAMILIES[key], slots)
+    messages = _with_results(draw, [user_turn(text), _calls_turn([(spec.name, arguments)])])
+    text, arguments = natural_request(draw, FAMILIES[key], slots)
+    messages += [user_turn(text), _calls_turn([(spec.name, arguments)])]
+    return Exchange("tool_call", messages, _declared(draw, [spec.tool(draw)], key, most=2))
 
 
 def tool_types(draw: Draw) -> Exchange:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .draw import Draw
+from .facts import CAPITALS
 from .tool_specs import Param, Spec, tool_name
 
 Slot = tuple[list[str], str]
@@ -48,7 +49,8 @@ FAMILIES: dict[str, Family] = {
         ["weather", "forecast", "current weather", "temperature", "weather report", "weather info"],
         {"a": (["city", "location", "place", "town"], "string"), "u": (["unit", "units", "scale"], "unit")},
         ["What is the weather in {a} in {u}?", "Weather in {a} in {u}, please", "How warm is it in {a}? Use {u}.", "Temperature in {a} in {u}",
-         "Get the weather for {a} in {u}.", "What's the temperature in {a} in degrees {u}?", "*Please tell me the weather in {a} in {u}."],
+         "Get the weather for {a} in {u}.", "What's the temperature in {a} in degrees {u}?", "What is the weather in {a}?", "Weather in {a}?",
+         "What's the weather like in {a} today?", "How warm is it in {a}?", "Tell me the weather in {a}.", "*Please tell me the weather in {a} in {u}."],
         ["Get the weather for a city", "Get the current weather in a given location", "Current weather with unit"]),
     "time": Family(
         ["get", "fetch", "current", "local", "show", "tell", "check", "find", "world"], ["time", "local time", "clock", "current time", "time zone"],
@@ -179,7 +181,7 @@ def _spoken_list(items: list[str]) -> str:
 def _slot_value(draw: Draw, kind: str, param: Param) -> tuple[Any, str]:
     """The argument value of a slot and its spoken form."""
     simple: dict[str, Callable[[], str]] = {
-        "string": draw.city,
+        "string": lambda: f"{draw.city()}, {draw.one(list(CAPITALS))}" if draw.chance(0.08) else draw.city(),
         "name": draw.name,
         "phrase": lambda: draw.phrase_of_words(1, 4),
         "clock": lambda: draw.value("clock", lambda: f"{draw.number(0, 23):02}:{draw.number(0, 59):02}"),
@@ -217,6 +219,14 @@ def _slot_value(draw: Draw, kind: str, param: Param) -> tuple[Any, str]:
 _JSON_TYPE = {"integer": "integer", "number": "number", "onoff": "boolean", "flag": "boolean", "names": "array", "words": "array"}
 
 
+def _long_description(draw: Draw, what: str) -> str:
+    """A wordy description, as hand-written schemas have them."""
+    if what == "city":
+        return draw.one(["The city and country, e.g. Paris, France", "The city and state, e.g. San Francisco, CA", "City and country e.g. Bogota, Colombia",
+                         "Name of the city to get the data for", "The location to look up"])  # fmt: skip
+    return f"The {what} that is used for {draw.phrase_of_words(2, 6)}."
+
+
 def build_spec(draw: Draw, family: Family) -> tuple[Spec, dict[str, tuple[str, Param]]]:
     """Declare a family's tool under a fresh name; returns the spec and, by slot key, (value kind, parameter)."""
     name = draw.value("tool", lambda: tool_name(draw, [draw.one(family.verbs), *draw.one(family.nouns).split()]
@@ -225,9 +235,10 @@ def build_spec(draw: Draw, family: Family) -> tuple[Spec, dict[str, tuple[str, P
     for key, (names, kind) in family.slots.items():
         param = Param(draw.one(names), _JSON_TYPE.get(kind, "string"))
         if kind == "unit":
+            param.required = False
             param.enum = draw.one([["celsius", "fahrenheit"], ["Celsius", "Fahrenheit"], ["C", "F"], ["metric", "imperial"], ["kelvin", "celsius"]])
         if draw.chance(0.5):
-            param.description = draw.one([f"The {param.name.replace('_', ' ')}", f"{param.name.replace('_', ' ').capitalize()} to use", f"The {family.slots[key][0][0]}"])
+            param.description = draw.one([f"The {param.name.replace('_', ' ')}", _long_description(draw, family.slots[key][0][0]), f"{param.name.replace('_', ' ').capitalize()} to use", f"The {family.slots[key][0][0]}"])
         slots[key] = (kind, param)
     params = [p for _, p in slots.values()]
     if draw.chance(0.15):
@@ -239,7 +250,7 @@ def natural_request(draw: Draw, family: Family, slots: dict[str, tuple[str, Para
     """A natural question and the call's arguments in the order in which the question mentions them."""
     text = draw.phrase(family.asks)
     arguments: dict[str, Any] = {}
-    for key in sorted(slots, key=lambda k: text.index("{" + k + "}")):
+    for key in sorted((k for k in slots if "{" + k + "}" in text), key=lambda k: text.index("{" + k + "}")):
         kind, param = slots[key]
         value, spoken = _slot_value(draw, kind, param)
         arguments[param.name] = value

@@ -64,7 +64,8 @@ class Spec:
             parameters["required"] = [p.name for p in self.params if p.required]
         if draw.chance(0.1):
             parameters["additionalProperties"] = False
-        function["parameters"] = parameters
+        if self.params or draw.chance(0.8):
+            function["parameters"] = parameters
         return {"type": "function", "function": function}
 
 
@@ -143,6 +144,7 @@ def random_spec(draw: Draw, kinds: list[str] | None = None, num_params: int | No
                 f"{chosen[0].capitalize()} the {noun_phrase}", f"{chosen[0].capitalize()} a {noun_phrase}.",
                 f"Use this to {chosen[0]} the {noun_phrase}.", f"{chosen[0].capitalize()}s the {noun_phrase} of a user",
                 f"Tool to {chosen[0]} {noun_phrase}", f"{chosen[0]} {noun_phrase}",
+                f"{chosen[0].capitalize()} the {noun_phrase}. Call this whenever the user wants to {chosen[0]} a {noun_phrase}.",
             ]
         )  # fmt: skip
     count = draw.one([0, 1, 1, 2, 2, 3, 3, 4]) if num_params is None else num_params

@@ -17,15 +17,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from .batches import BUCKETS, Arrays, Bucket, StepSource
 from .checkpoint_io import new_model, save_source
 from .devset import DevSet
-from .forward import Precision, logits_at
+from .forward import Ops, Precision, logits_at
 
 PEAK_LR = 2e-3
 BIAS_RATE = 1e-3
-NOISE = 0.08
+NOISE = 0.09
 """Weight noise at the end of training, relative: about two thirds of the error that 3-bit conversion leaves."""
 
 
@@ -98,7 +99,7 @@ class BucketPass:
 class Trainer:
     """Model, optimizer and the static tensors that the captured passes share."""
 
-    def __init__(self, device: str, buckets: tuple[Bucket, ...], peak_lr: float, seed: int) -> None:
+    def __init__(self, device: str, buckets: tuple[Bucket, ...], peak_lr: float, seed: int, ops: Ops | None = None) -> None:
         self.device = device
         self.model = new_model(seed).to(device)
         self.model.model.visual.requires_grad_(False)
@@ -109,7 +110,8 @@ class Trainer:
         self.loads = [torch.zeros(r.num_experts, device=device) for r in self.routers]
         self.noise = torch.zeros((), device=device)
         cuda = device == "cuda"
-        self.precision = Precision(torch.bfloat16 if cuda else torch.float32, self.noise)
+        self.precision = Precision(torch.bfloat16 if cuda else torch.float32, ops or Ops())
+        self.copies: list[tuple[Tensor, Tensor, bool]] = []
         self.inverse_total = torch.ones((), device=device)
         self.loss_sum = torch.zeros((), device=device)
         self.right_sum = torch.zeros((), device=device)
@@ -125,10 +127,35 @@ class Trainer:
         groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=(0.9, 0.95), fused=cuda, capturable=cuda)
         self.passes = [BucketPass(self, b) for b in buckets]
+        self.prepare_graph: Any = None
         self.update_graph: Any = None
+
+    def make_copies(self) -> None:
+        """Give every matrix that the forward pass uses a copy in the compute dtype; its gradient gathers there."""
+        self.passes[0].compute()
+        for number, (parameter, quantised) in self.precision.touched.items():
+            copy = parameter.detach().to(self.precision.dtype).requires_grad_()
+            copy.grad = torch.zeros_like(copy)
+            self.precision.prepared[number] = copy
+            self.copies.append((parameter, copy, quantised))
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Refresh the copies, with noise on those that the conversion quantises."""
+        for parameter, copy, quantised in self.copies:
+            if quantised:
+                dims = (-2, -1)
+                noise = torch.randn_like(parameter) * (parameter.std(dim=dims, keepdim=True) * self.noise)
+                copy.copy_(parameter + noise)
+            else:
+                copy.copy_(parameter)
 
     def update(self) -> None:
         """Clip, step, balance the routers, clear the gradients."""
+        for parameter, copy, _ in self.copies:
+            if parameter.grad is not None and copy.grad is not None:
+                parameter.grad.copy_(copy.grad)
+                copy.grad.zero_()
         self.grad_norm.copy_(torch.nn.utils.clip_grad_norm_(self.params, 1.0))
         self.optimizer.step()
         for p in self.params:
@@ -140,20 +167,28 @@ class Trainer:
 
     def capture(self) -> None:
         """Capture all passes; the warm-up's gradients are discarded and the weights stay as they are."""
+        self.make_copies()
         pool = torch.cuda.graph_pool_handle()
         for p in reversed(self.passes):  # the largest first, so that the pool fits the rest
             p.capture(pool)
         for p in self.params:
             p.grad.zero_()
+        for _, copy, _ in self.copies:
+            if copy.grad is not None:
+                copy.grad.zero_()
         self.rate.zero_()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            self.prepare()
             self.update()  # a step with learning rate 0 creates the optimizer's state
         torch.cuda.current_stream().wait_stream(stream)
         self.update_graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.update_graph):
             self.update()
+        self.prepare_graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.prepare_graph):
+            self.prepare()
 
     def step(self, arrays: list[Arrays], rate: float, noise: float) -> int:
         """One optimizer step; returns how many tokens were trained on."""
@@ -163,6 +198,10 @@ class Trainer:
         self.noise.fill_(noise)
         for load in self.loads:
             load.zero_()
+        if self.prepare_graph is None:
+            self.prepare()
+        else:
+            self.prepare_graph.replay()
         for bucket_pass, batch in zip(self.passes, arrays, strict=True):
             bucket_pass.run(batch)
         if self.update_graph is None:
@@ -172,17 +211,51 @@ class Trainer:
         return total
 
 
+def captured_trainer(buckets: tuple[Bucket, ...], arguments: argparse.Namespace) -> Trainer:
+    """A trainer with captured passes, its element-wise pieces compiled if that works here and agrees."""
+    begin = time.monotonic()
+    if arguments.compile:
+        try:
+            trainer = Trainer("cuda", buckets, arguments.lr, arguments.seed, Ops.compiled())
+            check_compiled(trainer)
+            trainer.capture()
+            print(f"compiled and captured in {time.monotonic() - begin:.1f} s", flush=True)
+            return trainer
+        except Exception as error:  # noqa: BLE001  (any compiler failure: the plain pieces are only slower)
+            print(f"without compilation, because of {type(error).__name__}: {str(error)[:500]}", flush=True)
+    trainer = Trainer("cuda", buckets, arguments.lr, arguments.seed)
+    trainer.capture()
+    print(f"captured in {time.monotonic() - begin:.1f} s", flush=True)
+    return trainer
+
+
+def check_compiled(trainer: Trainer) -> None:
+    """Raise ArithmeticError if compiled pieces give another loss or gradient than plain ones."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 2500, (8, 128), device=trainer.device)
+    positions = torch.arange(1024, device=trainer.device)
+    results = []
+    for ops in (Ops(), trainer.precision.ops):
+        for p in trainer.params:
+            p.grad.zero_()
+        logits = logits_at(trainer.model, ids, positions, Precision(trainer.precision.dtype, ops))
+        loss = F.cross_entropy(logits, ids.flatten())
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in trainer.params]).norm()
+        results.append((loss.item(), norm.item()))
+    (loss_a, norm_a), (loss_b, norm_b) = results
+    print(f"plain: loss {loss_a:.5f} gradient {norm_a:.4f}; compiled: loss {loss_b:.5f} gradient {norm_b:.4f}", flush=True)
+    if abs(loss_a - loss_b) > 0.01 or abs(norm_a - norm_b) > 0.03 * norm_a:
+        raise ArithmeticError("compiled pieces disagree with the plain ones")
+
+
 def train(arguments: argparse.Namespace, buckets: tuple[Bucket, ...] = BUCKETS) -> Any:
     """Run the schedule; returns the trained model (fp32)."""
     source = StepSource(f"train-{arguments.seed}", arguments.workers, buckets)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = True
     dev = DevSet(arguments.dev_per_kind)
-    trainer = Trainer(device, buckets, arguments.lr, arguments.seed)
-    if device == "cuda":
-        begin = time.monotonic()
-        trainer.capture()
-        print(f"captured in {time.monotonic() - begin:.1f} s", flush=True)
+    trainer = captured_trainer(buckets, arguments) if device == "cuda" else Trainer(device, buckets, arguments.lr, arguments.seed)
     schedule = Schedule(arguments.steps, arguments.seconds)
     tokens = seen = step = 0
     next_eval = arguments.eval_every
@@ -222,6 +295,7 @@ def main() -> None:
     parser.add_argument("--eval-every", type=float, default=90.0, help="seconds between dev-set scores")
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--dev-per-kind", type=int, default=24)
+    parser.add_argument("--compile", action="store_true", help="fuse element-wise pieces with torch.compile")
     arguments = parser.parse_args()
     save_source(train(arguments).cpu(), arguments.out)
 
