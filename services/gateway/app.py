@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from services.common.errors import EngineFailed, Glm53Error, InvalidRequest
+from services.common.errors import Glm53Error, InvalidRequest
 from services.gateway import errors, routes
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
@@ -50,37 +50,27 @@ def create_app(settings: GatewaySettings, worker: WorkerClient) -> FastAPI:
     app.add_exception_handler(Glm53Error, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(Exception, _on_bug)
     return app
-
-
-def _response(error: Glm53Error) -> Response:
-    return JSONResponse(errors.body_of(error), errors.http_of(error).status, headers=errors.headers_of(error))
 
 
 async def _on_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, Glm53Error)
     if errors.http_of(error).status >= 500:
         log.warning("%s: %s", type(error).__name__, error.message)
-    return _response(error)
+    return errors.response_of(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown URLs and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = _response(errors.MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}."))
+        response = errors.response_of(errors.MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}."))
         response.headers.update(error.headers or {})
         return response
     if error.status_code == 404:
-        return _response(errors.UnknownRoute(f"There is no {request.method} {request.url.path}."))
-    return _response(InvalidRequest(str(error.detail)))
+        return errors.response_of(errors.UnknownRoute(f"There is no {request.method} {request.url.path}."))
+    return errors.response_of(InvalidRequest(str(error.detail)))
 
 
 async def _on_invalid(_request: Request, error: Exception) -> Response:
-    return _response(InvalidRequest(f"The request is not valid: {type(error).__name__}"))
-
-
-async def _on_bug(_request: Request, error: Exception) -> Response:
-    log.error("unexpected error", exc_info=error)
-    return _response(EngineFailed("The server failed; its log has the reason under this request's id."))
+    return errors.response_of(InvalidRequest(f"The request is not valid: {type(error).__name__}"))

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import JSONResponse
+
 from services.common import errors
 
 
@@ -108,6 +110,11 @@ def http_of(error: errors.Glm53Error) -> HttpError:
 def body_of(error: errors.Glm53Error) -> dict[str, Any]:
     """The error as OpenAI's clients expect it."""
     return {"error": {"message": error.message, "type": http_of(error).type, "param": error.param, "code": error.code}}
+
+
+def response_of(error: errors.Glm53Error) -> JSONResponse:
+    """The error as a whole response."""
+    return JSONResponse(body_of(error), http_of(error).status, headers=headers_of(error))
 
 
 def headers_of(error: errors.Glm53Error) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -10,12 +11,15 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.common.errors import EngineFailed
 from services.common.logs import request_id_var
 from services.gateway.drain import Traffic
+from services.gateway.errors import response_of
 from services.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
+_BUG = "The server failed; its log has the reason under this request's id."
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
 
 
@@ -40,7 +44,7 @@ class RequestScope:
         given = Headers(scope=scope).get("x-request-id", "")
         echoed = given if _USABLE_ID.match(given) else own_id
         scope.setdefault("state", {})["request_id"] = own_id
-        status = 499
+        status: int | None = None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -55,15 +59,18 @@ class RequestScope:
         token = request_id_var.set(echoed)
         began = time.monotonic()
         try:
-            if scope["method"] == "POST":
-                with self._traffic.request():
-                    await self._app(scope, receive, send_with_id)
-            else:
+            with self._traffic.request() if scope["method"] == "POST" else contextlib.nullcontext():
                 await self._app(scope, receive, send_with_id)
+        except Exception:
+            # A bug. The client learns that, and where to look; what was already sent cannot be taken back.
+            log.exception("unexpected error")
+            if status is None:
+                await response_of(EngineFailed(_BUG))(scope, receive, send_with_id)
         finally:
             request_id_var.reset(token)
             route = getattr(scope.get("route"), "path", "unknown")
-            self._metrics.responses.labels(route, str(status)).inc()
+            ended = 499 if status is None else status
+            self._metrics.responses.labels(route, str(ended)).inc()
             level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
             took_s = round(time.monotonic() - began, 3)
             log.log(
@@ -71,6 +78,6 @@ class RequestScope:
                 "%s %s %d",
                 scope["method"],
                 route,
-                status,
+                ended,
                 extra={"request_id": echoed, "took_s": took_s, "own_id": own_id},
             )

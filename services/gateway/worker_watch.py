@@ -8,7 +8,7 @@ import logging
 import time
 from typing import Any
 
-from services.common.errors import Glm53Error, NotReady
+from services.common.errors import CheckpointError, Glm53Error, NotReady
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.worker_client import Language, WorkerClient
 
@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 _WATCH_INTERVAL_S = 1.0
 _LOADING_INTERVAL_S = 0.25
+# A tokenizer that cannot be used is large, and does not get better soon.
+_BROKEN_INTERVAL_S = 5.0
 # A health check that finds an older answer asks anew.
 _FRESH_S = 0.25
 
@@ -57,8 +59,13 @@ class WorkerWatch:
     async def run(self) -> None:
         """Asks for ever."""
         while True:
-            await self.refresh()
-            await asyncio.sleep(_WATCH_INTERVAL_S if self.is_ready else _LOADING_INTERVAL_S)
+            try:
+                await self.refresh()
+            except Exception:
+                # Whatever a worker answers, the next question is asked.
+                log.exception("the worker's answer could not be used")
+            broken = isinstance(self._problem, CheckpointError)
+            await asyncio.sleep(_BROKEN_INTERVAL_S if broken else _WATCH_INTERVAL_S if self.is_ready else _LOADING_INTERVAL_S)
 
     def generation_failed(self, error: Glm53Error) -> None:
         """A generation ended with an error: when that is the worker's absence, what was known of it counts no more."""

@@ -16,6 +16,7 @@ from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker_client import GrpcWorkerClient
 from tests.gateway.fake_worker import FakeWorker, Script
+from tests.gateway.language import CHAT_TEMPLATE
 
 MODEL = "tiny"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -24,11 +25,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 class Stack:
     """Runs worker and gateway until `close`."""
 
-    def __init__(self, *, start_worker: bool = True, **settings: Any) -> None:
+    def __init__(self, *, start_worker: bool = True, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.worker = FakeWorker()
+        self.worker = FakeWorker(chat_template=chat_template)
         if start_worker:
             self.run(self.worker.start())
         self.settings = GatewaySettings.load(

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.errors import EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway import chat
 from tests.gateway.events import Streamed, chat_body, stream
 from tests.gateway.fake_worker import Fail, Finish, Forever, Say, Wait
 from tests.gateway.stack import Stack, until
@@ -150,6 +151,34 @@ def test_logs_have_the_request_id_and_never_the_prompt(stack: Stack, caplog: pyt
     text = "\n".join(f"{record.getMessage()} {vars(record)}" for record in caplog.records)
     assert secret not in text
     assert "find-me" in text
+
+
+def test_a_bug_is_a_clean_500(stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An unexpected exception: our error shape, no traceback and no detail for the client, both in the log under the request's id."""
+
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("boom-1234")
+
+    monkeypatch.setattr(chat, "prepare", broken)
+    response = stack.http.post("/v1/chat/completions", json=chat_body(), headers={"X-Request-Id": "find-me"})
+    error = check_error(response, None, 500)
+    assert error["code"] == "internal_error"
+    assert "boom" not in response.text
+    assert response.headers["x-request-id"] == "find-me"
+    assert any(record.exc_info and "boom-1234" in str(record.exc_info[1]) for record in caplog.records)
+    assert stack.services.traffic.in_flight == 0
+
+
+def test_a_worker_with_a_broken_template_is_not_ready() -> None:
+    """A chat template that does not compile keeps the gateway from serving, and /health says why."""
+    stack = Stack(chat_template="{% if %}")
+    try:
+        response = stack.http.get("/health")
+        assert response.status_code == 503
+        assert "chat_template.jinja" in response.json()["reason"]
+        check_error(stack.post(), None, 503)
+    finally:
+        stack.close()
 
 
 class Process:
