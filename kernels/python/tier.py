@@ -48,6 +48,7 @@ class TierEngine:
         ct_b_us: float | None = None,
         ct_tzc_us: float | None = None,
         spin_us: int = 30,
+        caller_runs: bool = True,
     ) -> None:
         """Starts the engine over a sealed arena.
 
@@ -55,6 +56,7 @@ class TierEngine:
         admit_after: a record is admitted at its k-th touch. ct_timeout_ms: a lane job that takes longer is abandoned and computed here.
         min_cpu_experts: misses of a decode step that go to the CPU lane even without gain, default the device's (1 on the CPU).
         ct_a_us, ct_b_us, ct_tzc_us: override the measured costs: fixed per lane job, per expert of it, per record read in place.
+        caller_runs: the calling thread plans instead of handing each step to the controller's thread and waiting for it.
         planner "fuzz" (tests) draws random legal placements from `seed`.
         Raises ValueError naming an option, ShmMismatch when region and arena do not belong together.
         """
@@ -84,6 +86,7 @@ class TierEngine:
             "ct_b_us": ct_b_us,
             "ct_tzc_us": ct_tzc_us,
             "spin_us": spin_us,
+            "caller_runs": int(caller_runs),
         }
         text = "\n".join(f"{name}={value}" for name, value in options.items() if value is not None)
         region_pointer = self._region.pointer if self._region is not None else None

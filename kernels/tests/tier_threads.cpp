@@ -71,10 +71,11 @@ int main(int argc, char** argv) {
   std::shared_ptr<Arena> arena = make_arena(stem + "-arena");
   std::shared_ptr<Region> region = Region::create(stem + "-ctl", *arena, 4, 4, 8, 8 * kTopK);
   int wrong = 0;
-  {
+  for (const char* caller_runs : {"caller_runs=0\n", "caller_runs=1\n"}) {
     TierEngine plain(*arena, nullptr, parse_tier_options("mode=exact\nvariant=scalar"));
     TierEngine tiers(*arena, region.get(),
-                     parse_tier_options("mode=fast\nvariant=scalar\nnum_slots=4\nplanner=fuzz\nthreads=2\nct_timeout_ms=20000"));
+                     parse_tier_options(std::string(caller_runs) +
+                                        "mode=fast\nvariant=scalar\nnum_slots=4\nplanner=fuzz\nthreads=2\nct_timeout_ms=20000"));
     std::atomic<bool> stop{false};
     std::thread reader([&] {
       while (!stop.load()) {

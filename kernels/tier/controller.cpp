@@ -21,6 +21,8 @@ Controller::Controller(const Arena& arena, const TierOptions& options, Device& d
     : arena_(arena),
       options_(options),
       cpu_lane_(options.mode == Mode::kFast),
+      // A lane in this process needs the other thread: it is what computes next to the caller.
+      caller_runs_(options.caller_runs && (!cpu_lane_ || options.backend == BackendKind::kShm)),
       backend_(std::move(backend)),
       fallback_(arena, options.variant),
       heat_(arena.header().num_layers, arena.header().experts_per_layer),
@@ -36,6 +38,7 @@ Controller::Controller(const Arena& arena, const TierOptions& options, Device& d
 Controller::~Controller() {
   stop_.store(true);
   request_word_.nudge();
+  idle_word_.nudge();
   thread_.join();
 }
 
@@ -54,12 +57,16 @@ std::vector<uint8_t> Controller::save_heat() {
 void Controller::run() {
   uint64_t next = 1;
   while (!stop_.load(std::memory_order_acquire)) {
-    if (!request_word_.wait(next, abi_now_ns() + kIdleTickNs, options_.spin_us * 1000)) {
+    const uint64_t deadline = abi_now_ns() + kIdleTickNs;
+    const bool asked = caller_runs_ ? idle_word_.wait(1, deadline, 0) : request_word_.wait(next, deadline, options_.spin_us * 1000);
+    if (asked) {
+      answer_plan(next);
+      answer_cold(next);
+      ++next;
+    } else {
+      const std::lock_guard<std::mutex> lock(serve_mutex_);
       look_at_lane(abi_now_ns());
-      continue;
     }
-    serve(&step(next));
-    ++next;
   }
 }
 
@@ -69,39 +76,45 @@ void Controller::look_at_lane(uint64_t now_ns) {
   snapshot.enabled = cpu_lane_;
   snapshot.up = up;
   if (auto* shm = dynamic_cast<ShmBackend*>(backend_.get())) {
-    snapshot.reason = down_reason_name(shm->lane().reason());
+    snapshot.reason = shm->lane().reason();
     snapshot.since_ns = shm->lane().since_ns();
     snapshot.counters = shm->lane().counters();
   }
-  if (!cpu_lane_) snapshot.reason = "mode exact has no CPU lane";
   lane_up_.store(up, std::memory_order_release);
   const std::lock_guard<std::mutex> lock(mutex_);
-  lane_snapshot_ = std::move(snapshot);
+  lane_snapshot_ = snapshot;
 }
 
-void Controller::serve(Step* step) {
-  const uint64_t pass = step->request.pass;
+void Controller::answer_plan(uint64_t pass) {
+  const std::lock_guard<std::mutex> lock(serve_mutex_);
+  if (planned_ >= pass) return;
+  planned_ = pass;
+  Step& step = this->step(pass);
   // The consumer asks for this pass after it is through with the last one: that one's result buffer is free.
   if (held_buffer_ >= 0 && pass_word_.value() + 1 >= pass) backend_->release(std::exchange(held_buffer_, -1));
-  step->plan_error.clear();
-  step->cold_error.clear();
+  step.plan_error.clear();
+  step.cold_error.clear();
   try {
-    plan(step);
+    plan(&step);
   } catch (const std::exception& error) {
-    step->plan_error = error.what();
-    step->plan.clear();
+    step.plan_error = error.what();
+    step.plan.clear();
   }
-  const bool cold = step->plan.num_cpu_picks > 0;
   plan_word_.post(pass);
-  if (cold) {
-    try {
-      collect(step);
-    } catch (const std::exception& error) {
-      step->cold_error = error.what();
-    }
-    cold_word_.post(pass);
+}
+
+void Controller::answer_cold(uint64_t pass) {
+  const std::lock_guard<std::mutex> lock(serve_mutex_);
+  Step& step = this->step(pass);
+  if (collected_ >= pass || step.plan.num_cpu_picks == 0) return;
+  collected_ = pass;
+  try {
+    collect(&step);
+  } catch (const std::exception& error) {
+    step.cold_error = error.what();
   }
   look_at_lane(abi_now_ns());
+  cold_word_.post(pass);
 }
 
 void Controller::plan(Step* step) {

@@ -1,5 +1,8 @@
-// The thread that plans every step and runs the CPU lane. It never takes the GIL and always answers: a step that it cannot place, or whose
-// lane job breaks, is answered too, with an error or with recomputed rows.
+// Plans every step and runs the CPU lane, in a thread of its own that never takes the GIL. It always answers: a step that it cannot place,
+// or whose lane job breaks, is answered too, with an error or with recomputed rows.
+//
+// A device whose waits are ordinary function calls (the CPU) may let the waiting thread do the controller's next piece of work itself
+// (`caller_runs`): the same functions under the same lock, without two context switches per layer. The thread then only watches the lane.
 #pragma once
 
 #include <array>
@@ -37,6 +40,10 @@ class Controller {
   SeqWord* plan_word() { return &plan_word_; }
   SeqWord* cold_word() { return &cold_word_; }
   SeqWord* pass_word() { return &pass_word_; }
+  // Answers what is still open of the pass: the plan, or the CPU lane's rows. The controller's thread calls it, and a waiting caller may.
+  void answer_plan(uint64_t pass);
+  void answer_cold(uint64_t pass);
+  bool caller_runs() const { return caller_runs_; }
   // Before the pass word is raised: the pass broke, what it was to copy is not there.
   void mark_failed(uint64_t pass) { failed_pass_.store(pass, std::memory_order_release); }
 
@@ -71,7 +78,6 @@ class Controller {
 
  private:
   void run();
-  void serve(Step* step);
   void plan(Step* step);
   void collect(Step* step);
   void recompute(Step* step);
@@ -82,10 +88,17 @@ class Controller {
   const Arena& arena_;
   const TierOptions options_;
   const bool cpu_lane_;
+  const bool caller_runs_;
   std::unique_ptr<ExpertBackend> backend_;
   InProcessBackend fallback_;
 
-  std::mutex mutex_;  // guards everything down to the next empty line
+  std::mutex serve_mutex_;        // whoever answers holds it; guards backend_, fallback_ and the following
+  uint64_t planned_ = 0;          // last pass whose plan is answered
+  uint64_t collected_ = 0;        // last pass whose CPU rows are answered
+  std::vector<uint32_t> counts_;  // scratch of group_picks
+  int64_t held_buffer_ = -1;      // of the last pass, until it is over
+
+  std::mutex mutex_;  // taken after serve_mutex_; guards everything down to the next empty line
   HeatTable heat_;
   SlotTable slots_;
   CostModel costs_;
@@ -93,11 +106,9 @@ class Controller {
   TierStats stats_;
   LaneSnapshot lane_snapshot_;
 
-  std::vector<uint32_t> counts_;  // scratch of group_picks
-  int64_t held_buffer_ = -1;      // of the last pass, until it is over
   std::string heat_note_;
   std::array<Step, kRing> ring_;
-  SeqWord request_word_, plan_word_, cold_word_, pass_word_;
+  SeqWord request_word_, plan_word_, cold_word_, pass_word_, idle_word_;
   std::atomic<uint64_t> failed_pass_{0};
   std::atomic<bool> lane_up_{false};
   std::atomic<bool> stop_{false};

@@ -6,30 +6,41 @@
 namespace glm53 {
 namespace {
 
-constexpr double kForget = 0.98;  // about the last 50 jobs count
-constexpr double kMinWeight = 8;  // points before a fit replaces the prior
+constexpr double kForget = 0.98;     // about the last 50 jobs count
+constexpr double kPriorWeight = 2;   // of each of the two prior points
+constexpr double kOutlier = 5;       // a job that took so many times its prediction was descheduled: it counts as just that many
+constexpr double kRoundTripUs = 60;  // prior: two wake-ups, and a peer whose kernel is as fast as ours
 
 }  // namespace
 
+void OnlineLine::Sums::add(double at_x, double at_y, double times) {
+  weight += times;
+  x += times * at_x;
+  y += times * at_y;
+  xx += times * at_x * at_x;
+  xy += times * at_x * at_y;
+}
+
+OnlineLine::OnlineLine(double a, double b, double scale) : a_(a), b_(b) {
+  prior_.add(0, a, kPriorWeight);
+  prior_.add(2 * scale, a + b * 2 * scale, kPriorWeight);
+}
+
 void OnlineLine::add(double x, double y) {
-  weight_ = weight_ * kForget + 1;
-  sum_x_ = sum_x_ * kForget + x;
-  sum_y_ = sum_y_ * kForget + y;
-  sum_xx_ = sum_xx_ * kForget + x * x;
-  sum_xy_ = sum_xy_ * kForget + x * y;
-  if (weight_ < kMinWeight) return;
-  const double mean_x = sum_x_ / weight_;
-  const double mean_y = sum_y_ / weight_;
-  const double variance = sum_xx_ / weight_ - mean_x * mean_x;
-  // When all jobs have one size the slope cannot be told from the intercept: keep the slope, move the intercept.
-  if (variance > 0.01 * mean_x * mean_x) {
-    b_ = std::clamp((sum_xy_ / weight_ - mean_x * mean_y) / variance, 0.05, 50.0);
-  }
+  const double bounded = std::min(y, kOutlier * (a_ + b_ * x));
+  for (double* sum : {&seen_.weight, &seen_.x, &seen_.y, &seen_.xx, &seen_.xy}) *sum *= kForget;
+  seen_.add(x, bounded, 1);
+  const double weight = prior_.weight + seen_.weight;
+  const double mean_x = (prior_.x + seen_.x) / weight;
+  const double mean_y = (prior_.y + seen_.y) / weight;
+  const double variance = (prior_.xx + seen_.xx) / weight - mean_x * mean_x;
+  if (variance <= 0) return;
+  b_ = std::max(0.0, ((prior_.xy + seen_.xy) / weight - mean_x * mean_y) / variance);
   a_ = std::max(0.0, mean_y - b_ * mean_x);
 }
 
 CostModel::CostModel(std::vector<std::array<double, 8>> kernel_us, double copy_us, const CostOverrides& overrides)
-    : kernel_us_(std::move(kernel_us)), copy_us_(copy_us), overrides_(overrides) {}
+    : kernel_us_(std::move(kernel_us)), copy_us_(copy_us), overrides_(overrides), line_(kRoundTripUs, 1.0, kernel_us_[0][0]) {}
 
 double CostModel::kernel_us(uint32_t layer, uint32_t rows) const {
   const auto& by_rows = kernel_us_[layer];

@@ -7,17 +7,23 @@
 
 namespace glm53 {
 
-// Straight line y = a + b * x through noisy points, older ones forgotten.
+// Straight line y = a + b * x through noisy points, older ones forgotten. Two points of the prior line never are: jobs that all have one
+// size cannot tell the slope from the intercept.
 class OnlineLine {
  public:
-  OnlineLine(double a, double b) : a_(a), b_(b) {}
+  // scale: a typical x.
+  OnlineLine(double a, double b, double scale);
   void add(double x, double y);
   double a() const { return a_; }
   double b() const { return b_; }
 
  private:
+  struct Sums {
+    double weight = 0, x = 0, y = 0, xx = 0, xy = 0;
+    void add(double at_x, double at_y, double times);
+  };
   double a_, b_;
-  double weight_ = 0, sum_x_ = 0, sum_y_ = 0, sum_xx_ = 0, sum_xy_ = 0;
+  Sums prior_, seen_;
 };
 
 struct CostOverrides {
@@ -55,8 +61,7 @@ class CostModel {
   double copy_us_;
   CostOverrides overrides_;
   double hot_scale_ = 1.0;
-  // Prior: a round trip of two wake-ups, and the peer's kernel as fast as ours.
-  OnlineLine line_{60.0, 1.0};
+  OnlineLine line_;
 };
 
 }  // namespace glm53

@@ -125,6 +125,7 @@ void TierEngine::run_block(const ForwardArgs& args) {
   bool planned = false;
   bool cold_seen = false;
   try {
+    if (controller_->caller_runs()) controller_->answer_plan(pass);
     device_->wait(controller_->plan_word(), pass, "plan");
     planned = true;
     if (!step.plan_error.empty()) throw Error(GLM53_INVALID, step.plan_error);
@@ -138,6 +139,7 @@ void TierEngine::run_block(const ForwardArgs& args) {
     device_->compute(step.request, step.plan);
     const uint64_t computed = abi_now_ns();
     if (step.plan.num_cpu_picks > 0) {
+      if (controller_->caller_runs()) controller_->answer_cold(pass);
       device_->wait(controller_->cold_word(), pass, "cold");
       cold_seen = true;
       if (!step.cold_error.empty()) throw Error(GLM53_INTERNAL, step.cold_error);
@@ -196,7 +198,10 @@ std::string TierEngine::stats_json() {
   }
   by_layer += "]";
   JsonObject lane;
-  lane.add("state", std::string(!s.lane.enabled ? "OFF" : s.lane.up ? "UP" : "DOWN")).add("reason", s.lane.reason);
+  lane.add("state", std::string(!s.lane.enabled ? "OFF"
+                                : s.lane.up     ? "UP"
+                                                : "DOWN"))
+      .add("reason", std::string(s.lane.enabled ? down_reason_name(s.lane.reason) : "mode exact has no CPU lane"));
   lane.add("for_s", s.lane.since_ns == 0 ? 0.0 : us_between(s.lane.since_ns, abi_now_ns()) * 1e-6);
   lane.add("ups", s.lane.counters.ups).add("aborts", s.lane.counters.aborts).add("jobs", s.lane.counters.submitted);
   lane.add("done", s.lane.counters.done).add("refused", s.lane.counters.refused).add("full", s.lane.counters.full + t.lane_full);

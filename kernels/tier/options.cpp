@@ -105,6 +105,7 @@ TierOptions parse_tier_options(const std::string& text) {
             {"heartbeat_timeout_ms", number("heartbeat_timeout_ms", &o.heartbeat_timeout_ms, 1, 600000)},
             {"min_cpu_experts", number("min_cpu_experts", &o.min_cpu_experts, -1, 65536)},
             {"spin_us", number("spin_us", &o.spin_us, 0, 100000)},
+            {"caller_runs", choice<bool>("caller_runs", &o.caller_runs, {{"0", false}, {"1", true}})},
             {"ct_a_us", number("ct_a_us", &o.costs.ct_a_us, -1, 1e9)},
             {"ct_b_us", number("ct_b_us", &o.costs.ct_b_us, -1, 1e9)},
             {"ct_tzc_us", number("ct_tzc_us", &o.costs.ct_tzc_us, -1, 1e9)},

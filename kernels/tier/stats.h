@@ -14,7 +14,7 @@ namespace glm53 {
 struct LaneSnapshot {
   bool enabled = false;  // false in mode `exact`
   bool up = false;
-  std::string reason;
+  DownReason reason = DownReason::kNone;
   uint64_t since_ns = 0;
   LaneCounters counters;
 };
