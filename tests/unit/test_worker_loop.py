@@ -1,0 +1,389 @@
+"""The engine loop over a fake backend: scheduling, failures, slow readers, shutting down. The real backend is tested in tests/worker."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.common import errors
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, VerifyReport
+from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.loop import MAX_FAILURES_IN_A_ROW, EngineLimits, EngineLoop
+from services.gpu_worker.metrics import EngineMetrics
+from services.gpu_worker.request import (
+    Admitted,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PrefillProgress,
+    Priority,
+    PromptScores,
+    Request,
+    RequestSpec,
+    RequestState,
+    SamplingParams,
+    Tokens,
+)
+
+VOCAB = 50
+EOS = 49
+TABLE = TokenTable([bytes([97 + i % 26]) for i in range(VOCAB)], frozenset({EOS}))
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+
+class FakeBackend:
+    """Counts upwards: after token n the best token is n + 1. Fails when told to."""
+
+    def __init__(self, max_streams: int = 2) -> None:
+        self.info = BackendInfo(VOCAB, 1000, max_streams, "fake", "", "exact", "", "none", "", 0, 0, "none")
+        self.open: list[FakeStream] = []
+        self.passes: list[tuple[str, list[int]]] = []
+        self.fail_next: list[BaseException] = []
+        self.progress = 0
+
+    @property
+    def streams_free(self) -> int:
+        return self.info.max_streams - len(self.open)
+
+    @property
+    def memory_tokens(self) -> tuple[int, int]:
+        return sum(s.length for s in self.open), 0
+
+    def open_stream(self) -> FakeStream:
+        self.open.append(FakeStream())
+        return self.open[-1]
+
+    def close_stream(self, stream: Any) -> None:
+        self.open.remove(stream)
+
+    def prefill(self, stream: Any, token_ids: Sequence[int], *, all_logits: bool) -> np.ndarray:
+        return self._run("prefill", [stream], [list(token_ids)], all_logits)
+
+    def decode(self, streams: Sequence[Any], token_ids: Sequence[int]) -> np.ndarray:
+        return self._run("decode", list(streams), [[t] for t in token_ids], False)
+
+    def _run(self, kind: str, streams: list[FakeStream], ids: list[list[int]], all_logits: bool) -> np.ndarray:
+        self.passes.append((kind, [len(part) for part in ids]))
+        self.progress += 1
+        if self.fail_next:
+            raise self.fail_next.pop(0)
+        rows = []
+        for stream, part in zip(streams, ids, strict=True):
+            assert stream in self.open
+            stream.ids += part
+            rows += [self._row(token) for token in (part if all_logits else part[-1:])]
+        return np.stack(rows)
+
+    def _row(self, token: int) -> np.ndarray:
+        row = np.zeros(VOCAB, np.float32)
+        row[(token + 1) % VOCAB] = 5.0
+        return row
+
+    def check_idle(self) -> None:
+        if self.open:
+            raise RuntimeError("streams leaked")
+
+    def stats(self) -> dict[str, Any]:
+        return {}
+
+    def verify(self) -> VerifyReport:
+        return VerifyReport(0, 0, 0, 0)
+
+    def close(self) -> None:
+        pass
+
+
+class Reader:
+    """A sink that can be told to be full or stalled."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.full = False
+        self.stalled = 0.0
+
+    def put(self, event: Event) -> None:
+        self.events.append(event)
+
+    def stalled_s(self, now: float) -> float:
+        return self.stalled
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.token_id for event in self.events if isinstance(event, Tokens) for token in event.tokens]
+
+    @property
+    def end(self) -> Event:
+        terminal = [event for event in self.events if isinstance(event, Finished | Failed)]
+        assert len(terminal) == 1
+        assert self.events[-1] is terminal[0]
+        return terminal[0]
+
+
+class Bench:
+    """A loop, its backend and a clock that stands still until moved."""
+
+    def __init__(self, max_streams: int = 2, **limits: Any) -> None:
+        self.now = 100.0
+        self.backend = FakeBackend(max_streams)
+        clock = lambda: self.now  # noqa: E731
+        self.loop = EngineLoop(
+            self.backend,
+            TABLE,
+            frozenset({EOS}),
+            EngineLimits(**{"max_queued": 8, "chunk_size": 8, "busy_chunk_size": 4, **limits}),
+            EngineMetrics(clock),
+            clock,
+        )
+
+    def submit(
+        self,
+        name: str,
+        prompt: Sequence[int] = (1,),
+        timeout_s: float = 60.0,
+        key: str = "",
+        scores: PromptScores | None = None,
+        **sampling: Any,
+    ) -> tuple[Request, Reader]:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, **sampling})
+        reader = Reader()
+        request = Request(RequestSpec(name, tuple(prompt), params, key, Priority.NORMAL, timeout_s, scores), reader)
+        self.loop.submit(request)
+        return request, reader
+
+    def run(self) -> None:
+        for _ in range(1000):
+            if not self.loop.step():
+                return
+        raise AssertionError("the loop does not come to rest")
+
+
+def test_a_request_from_prompt_to_end() -> None:
+    """Admission, prefill in chunks, tokens, end; the stream is given back."""
+    bench = Bench()
+    request, reader = bench.submit("r", prompt=range(20))
+    bench.run()
+    kinds = [type(event) for event in reader.events]
+    assert kinds[:4] == [Admitted, PrefillProgress, PrefillProgress, PrefillProgress]
+    assert reader.ids == [20, 21, 22, 23, 24]
+    assert isinstance(reader.end, Finished)
+    assert (reader.end.reason, reader.end.completion_tokens, reader.end.prompt_tokens) == (FinishReason.LENGTH, 5, 20)
+    assert request.state is RequestState.FINISHED
+    assert not bench.backend.open
+    assert bench.backend.passes[0] == ("prefill", [8])
+
+
+def test_end_token_stops() -> None:
+    """The model's end token ends the request with STOP."""
+    bench = Bench()
+    _, reader = bench.submit("r", prompt=[EOS - 2], max_tokens=20)
+    bench.run()
+    assert reader.ids == [EOS - 1, EOS]
+    assert isinstance(reader.end, Finished)
+    assert (reader.end.reason, reader.end.stop_token_id) == (FinishReason.STOP, EOS)
+
+
+def test_decode_goes_on_between_chunks_of_a_long_prompt() -> None:
+    """While a long prompt is computed in smaller chunks, the running stream gets a token after every chunk."""
+    bench = Bench()
+    bench.submit("short", max_tokens=12)
+    bench.loop.step()
+    bench.submit("long", prompt=[1] * 40)
+    bench.run()
+    passes = bench.backend.passes
+    chunks = [i for i, (kind, sizes) in enumerate(passes) if kind == "prefill" and sizes != [1]]
+    assert passes[chunks[0]] == ("prefill", [4])
+    for first, second in itertools.pairwise(chunks[:9]):
+        assert ("decode", [1]) in passes[first:second]
+
+
+def test_prompts_take_turns() -> None:
+    """A short prompt that came after a long one is done long before it."""
+    bench = Bench(max_streams=4)
+    bench.submit("long", prompt=[1] * 200)
+    _, reader = bench.submit("short", prompt=[1] * 4, max_tokens=1)
+    for _ in range(4):
+        bench.loop.step()
+    assert isinstance(reader.end, Finished)
+
+
+def test_streams_wait_for_a_free_place() -> None:
+    """No more streams than the backend has; the rest is served afterwards, in order."""
+    bench = Bench(max_streams=2)
+    readers = [bench.submit(f"r{i}", key=f"k{i}")[1] for i in range(5)]
+    bench.loop.step()
+    assert len(bench.backend.open) == 2
+    assert bench.loop.num_queued == 3
+    bench.run()
+    assert all(reader.ids == [2, 3, 4, 5, 6] for reader in readers)
+
+
+def test_cancel_acts_before_the_next_pass() -> None:
+    """A cancelled request computes nothing more, running or waiting, and ends exactly once."""
+    bench = Bench(max_streams=1)
+    running, reader = bench.submit("running", max_tokens=100)
+    waiting, other = bench.submit("waiting", key="k")
+    for _ in range(3):
+        bench.loop.step()
+    passes = len(bench.backend.passes)
+    assert bench.loop.cancel("running")
+    assert bench.loop.cancel("waiting")
+    bench.loop.step()
+    assert len(bench.backend.passes) == passes
+    for request, events in ((running, reader), (waiting, other)):
+        assert request.state is RequestState.CANCELLED
+        assert isinstance(events.end, Finished)
+        assert events.end.reason is FinishReason.CANCELLED
+    assert not bench.backend.open
+    assert not bench.loop.cancel("running")
+
+
+def test_a_failing_pass_fails_only_its_own_requests() -> None:
+    """An exception in a pass ends the requests in it with EngineFailed; others and later ones are served."""
+    bench = Bench(max_streams=2)
+    _, broken = bench.submit("broken", prompt=[3])
+    bench.backend.fail_next = [RuntimeError("boom")]
+    bench.loop.step()
+    assert isinstance(broken.end, Failed)
+    assert isinstance(broken.end.error, errors.EngineFailed)
+    assert "boom" not in broken.end.error.message
+    _, fine = bench.submit("fine", prompt=[3])
+    bench.run()
+    assert fine.ids == [4, 5, 6, 7, 8]
+    assert not bench.backend.open
+
+
+@pytest.mark.parametrize(
+    "failures", [[BackendLostError("gone")], [RuntimeError("x")] * MAX_FAILURES_IN_A_ROW], ids=["lost", "again and again"]
+)
+def test_a_lost_backend_ends_the_loop(failures: list[BaseException]) -> None:
+    """When the backend is lost every request fails, the loop ends with the reason, and new requests get NotReady."""
+    bench = Bench(max_streams=2)
+    readers = [bench.submit(f"r{i}", key=f"k{i}")[1] for i in range(4)]
+    bench.backend.fail_next = list(failures)
+    thread = threading.Thread(target=bench.loop.run_forever)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert isinstance(bench.loop.fatal, BackendLostError)
+    assert all(isinstance(reader.end, Failed) for reader in readers)
+    assert not bench.backend.open
+    with pytest.raises(errors.NotReady):
+        bench.submit("late")
+
+
+def test_a_full_reader_pauses_only_itself() -> None:
+    """A request whose reader is full is left out of the batch and goes on when the reader caught up."""
+    bench = Bench(max_streams=2)
+    _, slow = bench.submit("slow", key="a")
+    _, quick = bench.submit("quick", key="b")
+    bench.loop.step()
+    slow.full = True
+    bench.run()
+    assert quick.ids == [2, 3, 4, 5, 6]
+    assert len(slow.ids) < 5
+    assert not bench.loop.has_work
+    slow.full = False
+    assert bench.loop.has_work
+    bench.run()
+    assert slow.ids == [2, 3, 4, 5, 6]
+
+
+def test_a_reader_that_takes_nothing_is_ended() -> None:
+    """A reader that is stalled for longer than allowed loses its stream; the error says why."""
+    bench = Bench(slow_reader_s=30.0)
+    _, reader = bench.submit("r", max_tokens=100)
+    bench.loop.step()
+    reader.full, reader.stalled = True, 29.0
+    bench.loop.step()
+    assert bench.backend.open
+    reader.stalled = 31.0
+    bench.loop.step()
+    assert isinstance(reader.end, Failed)
+    assert isinstance(reader.end.error, errors.DeadlineExceeded)
+    assert not bench.backend.open
+
+
+def test_waiting_too_long_ends_with_deadline_exceeded() -> None:
+    """A request that waited longer than it wanted fails without ever being computed."""
+    bench = Bench(max_streams=1)
+    bench.submit("busy", max_tokens=100)
+    _, reader = bench.submit("late", key="k", timeout_s=5.0)
+    bench.loop.step()
+    bench.now += 6.0
+    bench.loop.step()
+    assert isinstance(reader.end, Failed)
+    assert isinstance(reader.end.error, errors.DeadlineExceeded)
+    assert [type(event) for event in reader.events] == [Failed]
+
+
+def test_scores_cross_chunk_borders() -> None:
+    """Prompt scores come for every asked position, over chunk borders, and a request of no tokens ends after prefill."""
+    bench = Bench()
+    prompt = [1, 2, 3, 9, 10, 11, 12, 13, 14, 30]
+    _, reader = bench.submit("r", prompt=prompt, max_tokens=0, scores=PromptScores(2, 1))
+    bench.run()
+    scored = [token for event in reader.events if isinstance(event, PrefillProgress) for token in event.prompt_tokens]
+    assert [token.token_id for token in scored] == prompt[2:]
+    best = [token.top[0].token_id == token.token_id for token in scored]
+    assert best == [True, False, True, True, True, True, True, False]
+    assert isinstance(reader.end, Finished)
+    assert reader.end.completion_tokens == 0
+
+
+def test_draining_refuses_and_finishes() -> None:
+    """While draining live requests go on and new ones are refused."""
+    bench = Bench()
+    _, reader = bench.submit("r")
+    bench.loop.drain()
+    with pytest.raises(errors.NotReady):
+        bench.submit("new")
+    bench.run()
+    assert reader.ids == [2, 3, 4, 5, 6]
+
+
+def test_stopping_fails_what_still_lives() -> None:
+    """Stopping the loop ends every request with NotReady, so that no stream is left open."""
+    bench = Bench(max_streams=1)
+    readers = [bench.submit(f"r{i}", key=f"k{i}", max_tokens=10**9, ignore_eos=True)[1] for i in range(3)]
+    thread = threading.Thread(target=bench.loop.run_forever)
+    thread.start()
+    bench.loop.stop()
+    thread.join(10)
+    for reader in readers:
+        assert isinstance(reader.end, Failed)
+        assert isinstance(reader.end.error, errors.NotReady)
+    assert not bench.backend.open
+
+
+def test_a_leak_is_noticed_when_idle() -> None:
+    """A stream that nobody gave back stops the loop at the next idle moment instead of shrinking the service silently."""
+    bench = Bench()
+    bench.backend.open_stream()
+    with pytest.raises(RuntimeError, match="leaked"):
+        bench.loop.step()
+
+
+def test_duplicate_ids_are_refused_only_while_live() -> None:
+    """An id can be used again after its request ended."""
+    bench = Bench()
+    bench.submit("same")
+    with pytest.raises(errors.InvalidRequest) as caught:
+        bench.submit("same")
+    assert caught.value.param == "request_id"
+    bench.run()
+    bench.submit("same")
+    bench.run()
