@@ -32,9 +32,8 @@ class Stack:
         self.worker = FakeWorker(chat_template=chat_template)
         if start_worker:
             self.run(self.worker.start())
-        self.settings = GatewaySettings.load(
-            {}, port=0, worker_address=self.worker.address, connect_timeout_s=2.0, drain_timeout_s=2.0, **settings
-        )
+        defaults = {"port": 0, "worker_address": self.worker.address, "connect_timeout_s": 2.0, "drain_timeout_s": 2.0}
+        self.settings = GatewaySettings.load({}, **(defaults | settings))
         self.app = self.run(self._make_app())
         self.services = self.app.state.services
         self.server = GatewayServer(self.app, self.settings)
