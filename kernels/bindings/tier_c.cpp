@@ -1,6 +1,7 @@
 #include "bindings/guard.h"
 #include "expert_tier.h"
 #include "tier/engine.h"
+#include "tier/simulator.h"
 
 using glm53::guarded;
 
@@ -143,5 +144,18 @@ uint32_t glm53_lane_free_buffers(const Glm53Lane* lane) { return lane->client.fr
 const char* glm53_lane_reason(const Glm53Lane* lane) { return glm53::down_reason_name(lane->client.reason()); }
 
 void glm53_lane_close(Glm53Lane* lane) { delete lane; }
+
+int glm53_simulate_cache(uint32_t policy, const uint16_t* picks, uint32_t tokens, uint32_t num_layers, uint32_t top_k,
+                         uint32_t experts_per_layer, uint32_t warm_tokens, const char* options, uint64_t outcome[3]) {
+  return guarded(-1, [&] {
+    const glm53::CacheOutcome result =
+        glm53::simulate_cache(static_cast<glm53::CachePolicy>(policy), {picks, tokens, num_layers, top_k, experts_per_layer},
+                              glm53::parse_tier_options(options), warm_tokens);
+    outcome[0] = result.picks;
+    outcome[1] = result.hits;
+    outcome[2] = result.admissions;
+    return 0;
+  });
+}
 
 }  // extern "C"

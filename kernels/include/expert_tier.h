@@ -58,6 +58,11 @@ ABI_API uint32_t glm53_lane_free_buffers(const Glm53Lane* lane);
 ABI_API const char* glm53_lane_reason(const Glm53Lane* lane);
 ABI_API void glm53_lane_close(Glm53Lane* lane);
 
+/* Replays a routing trace, picks uint16[tokens][num_layers][top_k], against a cache policy (tier/simulator.h: 0 heat, 1 CLOCK, 2 LRU,
+ * 3 Belady). outcome: picks, hits and admissions after the first warm_tokens tokens. */
+ABI_API int glm53_simulate_cache(uint32_t policy, const uint16_t* picks, uint32_t tokens, uint32_t num_layers, uint32_t top_k,
+                                 uint32_t experts_per_layer, uint32_t warm_tokens, const char* options, uint64_t outcome[3]);
+
 #ifdef __cplusplus
 }
 #endif

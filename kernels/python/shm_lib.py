@@ -67,6 +67,7 @@ def load() -> ctypes.CDLL:
         "glm53_lane_free_buffers": ([pointer], u32),
         "glm53_lane_reason": ([pointer], text),
         "glm53_lane_close": ([pointer], None),
+        "glm53_simulate_cache": ([u32, pointer, u32, u32, u32, u32, u32, text, pointer], ctypes.c_int),
     }
     for name, (argument_types, result_type) in signatures.items():
         function = getattr(library, name)

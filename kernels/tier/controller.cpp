@@ -25,7 +25,7 @@ Controller::Controller(const Arena& arena, const TierOptions& options, Device& d
       caller_runs_(options.caller_runs && (!cpu_lane_ || options.backend == BackendKind::kShm)),
       backend_(std::move(backend)),
       fallback_(arena, options.variant),
-      heat_(arena.header().num_layers, arena.header().experts_per_layer),
+      heat_(arena.header().num_layers, arena.header().experts_per_layer, options.heat),
       slots_(options.num_slots, static_cast<uint32_t>(arena.header().num_slots)),
       costs_(std::move(costs)),
       planner_(planner_options(options, device), arena.header().experts_per_layer, heat_, slots_, costs_),

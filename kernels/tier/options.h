@@ -28,6 +28,7 @@ struct TierOptions {
   bool caller_runs = true;               // the waiting thread may do the controller's work (tier/controller.h)
   CostOverrides costs;
   PlannerOptions planner;
+  HeatParams heat;
   std::string heat_file;  // empty: heat is not kept
   uint64_t heat_period_s = 180;
 };
