@@ -9,6 +9,7 @@ import sys
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
+from services.gpu_worker.backends import cpu
 from services.gpu_worker.server import VERSION
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.worker import Worker
@@ -17,7 +18,8 @@ log = logging.getLogger("services.gpu_worker")
 
 
 async def _serve(settings: GpuWorkerSettings) -> int:
-    return await Worker(settings).run()
+    # The one line that a GPU build changes: what computes the logits.
+    return await Worker(settings, cpu.load).run()
 
 
 def main() -> int:

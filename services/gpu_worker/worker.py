@@ -10,6 +10,7 @@ import pathlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import grpc
 import grpc.aio
@@ -19,7 +20,6 @@ from services.common.errors import Glm53Error
 from services.common.lifecycle import ExitCode, ServiceState
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert
-from services.gpu_worker.backends import cpu
 from services.gpu_worker.backends.base import Backend
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.detok import TokenTable
@@ -31,8 +31,11 @@ from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.stats import StatsReport
 from services.gpu_worker.status import ModelFacts, WorkerStatus
 from services.gpu_worker.tokenizer_files import TokenizerFiles
+from services.gpu_worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+BackendLoader = Callable[[GpuWorkerSettings, Checkpoint, Callable[[float, str], None]], Backend]
 
 SERVICE_NAME = "glm53.worker.v1.Worker"
 CRASH_EXIT = 1  # not a boot failure: the supervisor starts the worker again
@@ -53,10 +56,12 @@ class Worker:
 
     Args:
         settings: the service's settings.
+        load_backend: makes the backend for an opened checkpoint.
     """
 
-    def __init__(self, settings: GpuWorkerSettings) -> None:
+    def __init__(self, settings: GpuWorkerSettings, load_backend: BackendLoader) -> None:
         self._settings = settings
+        self._load_backend = load_backend
         self.status = WorkerStatus()
         self.service = WorkerService(self.status, settings.stream_buffer_events)
         self.port = 0  # the port that was bound, for addresses with port 0
@@ -122,7 +127,7 @@ class Worker:
         config = checkpoint.config
         files = TokenizerFiles.from_directory(checkpoint.path)
         tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", config.vocab_size)
-        backend = cpu.load(settings, checkpoint, note)
+        backend = self._load_backend(settings, checkpoint, note)
         self._backend = backend
         facts = ModelFacts(
             settings.served_name or config.default_served_name,
@@ -166,18 +171,16 @@ class Worker:
         """Waits for a signal; ends the process when the engine is lost or makes no progress although it has work."""
         engine = self._engine
         assert engine is not None
-        last, since = engine.progress, time.monotonic()
+        watchdog = Watchdog(self._settings.watchdog_s, time.monotonic())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _TICK_S)
             if engine.fatal is not None:
                 await self._fail("the engine is lost", engine.fatal)
                 return CRASH_EXIT
-            now = time.monotonic()
-            if not engine.has_work or engine.progress != last:
-                last, since = engine.progress, now
-            elif now - since > self._settings.watchdog_s:
-                await self._fail(f"work is pending but nothing moved for {now - since:.0f} s (GLM53_WATCHDOG_S)", None)
+            wedged_s = watchdog.wedged_s(has_work=engine.has_work, progress=engine.progress, now=time.monotonic())
+            if wedged_s:
+                await self._fail(f"work is pending but nothing moved for {wedged_s:.0f} s (GLM53_WATCHDOG_S)", None)
                 # The engine's thread hangs in a call that nobody can end: only leaving the process does.
                 logging.shutdown()
                 os._exit(CRASH_EXIT)

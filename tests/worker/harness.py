@@ -16,6 +16,7 @@ from services.common.errors import Glm53Error
 from services.common.grpc_status import error_of
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
+from services.gpu_worker.backends import cpu
 from services.gpu_worker.loop import EngineLoop
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.worker import Worker
@@ -74,7 +75,7 @@ class RunningWorker:
                 raise
 
     async def _make(self) -> Worker:
-        return Worker(self.settings)
+        return Worker(self.settings, cpu.load)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
         """Runs a coroutine on the worker's loop."""
