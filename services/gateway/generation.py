@@ -1,11 +1,11 @@
-"""One running generation: reading its events with a time limit, and ending it when its client is gone."""
+"""One running generation: reading its events, and ending it when its client is gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 class Generation:
-    """The events of one generation.
-
-    Reading waits at most as long as it is told and never loses an event; closing cancels the job in the worker.
+    """The events of one generation, read by one task; closing cancels the job in the worker.
 
     Args:
         events: the worker's stream.
@@ -33,7 +31,8 @@ class Generation:
     def __init__(self, events: AsyncIterator[pb.GenerateEvent], failed: Callable[[Glm53Error], None]) -> None:
         self._events = events
         self._failed = failed
-        self._pending: asyncio.Task[pb.GenerateEvent | None] | None = None
+        self._first: asyncio.Task[pb.GenerateEvent] | None = None
+        self._reader: asyncio.Task[Any] | None = None
         self._abort_error: Glm53Error | None = None
         self._began = time.monotonic()
         self.first_token_s: float | None = None
@@ -44,29 +43,30 @@ class Generation:
         """Seconds since the job was made."""
         return time.monotonic() - self._began
 
-    async def next_event(self, timeout_s: float | None) -> pb.GenerateEvent | None:
-        """The next event, or None when there was none within `timeout_s` seconds.
+    async def verdict(self, timeout_s: float) -> None:
+        """Waits until the worker has taken the request, at most `timeout_s` seconds; no event is lost.
+
+        Raises:
+            Glm53Error: the worker refused it, or `abort` was called.
+        """
+        self._first = asyncio.create_task(self._read())
+        with self._abortable():
+            done, _ = await asyncio.wait({self._first}, timeout=timeout_s)
+        if done:
+            self._first.result()
+
+    async def next_event(self) -> pb.GenerateEvent:
+        """The next event.
 
         Raises:
             Glm53Error: what the worker raised; that it is gone; what `abort` was given.
         """
-        if self._abort_error is not None:
-            raise self._abort_error
-        if self._pending is None:
-            self._pending = asyncio.create_task(self._advance())
-        done, _ = await asyncio.wait({self._pending}, timeout=timeout_s)
-        if self._abort_error is not None:
-            raise self._abort_error
-        if not done:
-            return None
-        task, self._pending = self._pending, None
-        try:
-            event = task.result()
-        except Glm53Error as error:
-            self._failed(error)
-            raise
-        if event is None:
-            raise EngineFailed("the worker ended the generation without a reason")
+        with self._abortable():
+            if self._first is None:
+                event = await self._read()
+            else:
+                event = await self._first
+                self._first = None
         kind = event.WhichOneof("event")
         if kind == "tokens" and self.first_token_s is None:
             self.first_token_s = self.age_s
@@ -77,24 +77,43 @@ class Generation:
     def abort(self, error: Glm53Error) -> None:
         """Makes the reader fail with `error`, now if it waits."""
         self._abort_error = error
-        if self._pending is not None:
-            self._pending.cancel()
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def close(self) -> None:
-        """Lets the worker's job go; safe to call twice."""
-        if self._pending is not None:
-            self._pending.cancel()
+        """Lets the worker's job go; nobody may be reading. Safe to call twice."""
+        if self._first is not None:
+            self._first.cancel()
             with contextlib.suppress(asyncio.CancelledError, Glm53Error):
-                await self._pending
-            self._pending = None
+                await self._first
+            self._first = None
         if isinstance(self._events, AsyncGenerator):
             await self._events.aclose()
 
-    async def _advance(self) -> pb.GenerateEvent | None:
+    async def _read(self) -> pb.GenerateEvent:
         try:
             return await anext(self._events)
         except StopAsyncIteration:
-            return None
+            raise EngineFailed("the worker ended the generation without a reason") from None
+        except Glm53Error as error:
+            self._failed(error)
+            raise
+
+    @contextlib.contextmanager
+    def _abortable(self) -> Iterator[None]:
+        """Inside, `abort` cancels the waiting task, which then raises abort's error instead of its cancellation."""
+        if self._abort_error is not None:
+            raise self._abort_error
+        task = self._reader = asyncio.current_task()
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._abort_error is None or task is None:
+                raise
+            task.uncancel()
+            raise self._abort_error from None
+        finally:
+            self._reader = None
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

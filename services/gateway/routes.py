@@ -129,8 +129,8 @@ async def _run(request: Request, services: Services, job: Job, *, stream: bool) 
 
     try:
         if stream:
-            first = await until_disconnect(request.receive, generation.next_event(_VERDICT_S))
-            plan = StreamPlan(generation, job.answer, first, services.settings.keepalive_s, closed)
+            await until_disconnect(request.receive, generation.verdict(_VERDICT_S))
+            plan = StreamPlan(generation, job.answer, services.settings.keepalive_s, closed)
             return EventStreamResponse(plan)
         await until_disconnect(request.receive, _collect(generation, job.answer))
     except BaseException as error:
@@ -145,11 +145,11 @@ async def _run(request: Request, services: Services, job: Job, *, stream: bool) 
 async def _collect(generation: Generation, answer: Answer) -> None:
     """The same path as streaming, without sending the chunks."""
     while True:
-        event = await generation.next_event(None)
-        kind = event.WhichOneof("event") if event is not None else None
-        if event is not None and kind == "tokens":
+        event = await generation.next_event()
+        kind = event.WhichOneof("event")
+        if kind == "tokens":
             answer.take(event.tokens.tokens)
-        elif event is not None and kind == "finished":
+        elif kind == "finished":
             answer.finish(event.finished)
             return
 

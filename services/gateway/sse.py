@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import Cancelled, EngineFailed, Glm53Error
-from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import errors
 from services.gateway.answers import Answer
 from services.gateway.generation import Generation, until_disconnect
@@ -44,14 +43,12 @@ class StreamPlan:
     Attributes:
         generation: the events.
         answer: turns them into chunks.
-        first: an event that was read before the headers went out.
         keepalive_s: longest silence.
         closed: called once at the end, with the error that ended the stream, if any.
     """
 
     generation: Generation
     answer: Answer
-    first: pb.GenerateEvent | None
     keepalive_s: float
     closed: Callable[[Glm53Error | None], None]
 
@@ -66,67 +63,100 @@ class EventStreamResponse(Response):
         # `Response` counts the empty body; a stream has no length.
         self.raw_headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         self._plan = plan
-        self._last_write = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Writes the stream."""
         del scope
         error: Glm53Error | None = None
         try:
-            error = await until_disconnect(receive, self._write(send))
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            error = await until_disconnect(receive, self._write(_Wire(send)))
         except Cancelled as cancelled:
             error = cancelled
         finally:
             await self._plan.generation.close()
             self._plan.closed(error)
 
-    async def _write(self, send: Send) -> Glm53Error | None:
+    async def _write(self, wire: _Wire) -> Glm53Error | None:
         """Everything from the headers to [DONE]; returns the error that was reported to the client."""
-
-        async def write(data: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(_SEND_TIMEOUT_S):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._last_write = time.monotonic()
-
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         reported: Glm53Error | None = None
+        await wire.write(b"")
+        keeper = asyncio.create_task(wire.keep_alive(self._plan.keepalive_s))
         try:
-            await write(b"")
-            await self._write_chunks(write)
+            await self._write_chunks(wire)
         except Glm53Error as error:
             reported = error
-        except TimeoutError:
-            raise Cancelled("the client stopped reading") from None
         except Exception:
             log.exception("the stream failed")
             reported = EngineFailed("The server failed while it wrote the answer.")
+        except asyncio.CancelledError:
+            if wire.is_stuck:
+                raise Cancelled("the client stopped reading") from None
+            raise
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
         if reported is not None:
-            await write(data_event(errors.body_of(reported)))
-        await write(DONE, more=False)
+            await wire.write(data_event(errors.body_of(reported)))
+        await wire.write(DONE, more=False)
         return reported
 
-    async def _write_chunks(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        plan = self._plan
-        event = plan.first
+    async def _write_chunks(self, wire: _Wire) -> None:
+        generation, answer = self._plan.generation, self._plan.answer
         while True:
-            if event is None:
-                event = await plan.generation.next_event(self._until_keepalive())
-            if event is None or self._until_keepalive() <= 0:
-                await write(KEEP_ALIVE)
-            if event is None:
-                continue
+            event = await generation.next_event()
             kind = event.WhichOneof("event")
             if kind == "tokens":
-                chunks = plan.answer.take(event.tokens.tokens)
+                chunks = answer.take(event.tokens.tokens)
             elif kind == "finished":
-                chunks = plan.answer.finish(event.finished)
+                chunks = answer.finish(event.finished)
             else:
-                chunks = []
+                continue
             if chunks:
-                await write(b"".join(map(data_event, chunks)))
+                await wire.write(b"".join(map(data_event, chunks)))
             if kind == "finished":
                 return
-            event = None
 
-    def _until_keepalive(self) -> float:
-        return self._plan.keepalive_s - (time.monotonic() - self._last_write)
+
+class _Wire:
+    """The way to the client: knows when it was silent for too long, and when it is blocked."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last_write = time.monotonic()
+        self._sending = False
+        self._writer = asyncio.current_task()
+        self.is_stuck = False
+
+    async def write(self, data: bytes, *, more: bool = True) -> None:
+        """Sends bytes, and waits while the client's buffers are full."""
+        self._writer = asyncio.current_task()
+        self._sending = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self._sending = False
+        self._last_write = time.monotonic()
+
+    async def keep_alive(self, interval_s: float) -> None:
+        """Breaks every silence with a comment, and ends the stream of a client that takes nothing any more."""
+        while True:
+            silent_s = time.monotonic() - self._last_write
+            if self._sending:
+                if silent_s > _SEND_TIMEOUT_S:
+                    self._give_up()
+                    return
+                await asyncio.sleep(min(interval_s, _SEND_TIMEOUT_S / 4))
+            elif silent_s < interval_s:
+                await asyncio.sleep(interval_s - silent_s)
+            else:
+                try:
+                    async with asyncio.timeout(_SEND_TIMEOUT_S):
+                        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                except TimeoutError:
+                    self._give_up()
+                    return
+                self._last_write = time.monotonic()
+
+    def _give_up(self) -> None:
+        self.is_stuck = True
+        if self._writer is not None:
+            self._writer.cancel()
