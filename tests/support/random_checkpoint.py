@@ -31,6 +31,7 @@ class Recipe:
     num_layers: int | None = None
     num_experts: int | None = None
     num_files: int = 1
+    fused_qkv: bool = True  # as the converter writes linear attention; sources have three projections
     # How much the routed experts add. Large values make routing chaotic: rounding of one expert then decides which experts come next.
     expert_gain: float = 0.25
     text: dict[str, Any] = field(default_factory=dict)
@@ -188,9 +189,13 @@ def _kda(make: _Maker, text: dict[str, Any], key: str) -> None:
     linear = text["linear_attn_config"]
     hidden, heads, dim, taps = text["hidden_size"], linear["num_heads"], linear["head_dim"], linear["short_conv_kernel_size"]
     width = heads * dim
-    for name in "qkv":
-        make.exl3(f"{key}{name}_proj", hidden, width)
-        make.bf16(f"{key}{name}_conv1d.weight", make.normal(width, 1, taps, std=0.5))
+    if make.recipe.fused_qkv:
+        make.exl3(key + "qkv_proj", hidden, 3 * width)
+        make.bf16(key + "conv1d.weight", make.normal(3 * width, 1, taps, std=0.5))
+    else:
+        for name in "qkv":
+            make.exl3(f"{key}{name}_proj", hidden, width)
+            make.bf16(f"{key}{name}_conv1d.weight", make.normal(width, 1, taps, std=0.5))
     for name in "fg":
         make.plain(f"{key}{name}_a_proj", hidden, dim)
         make.plain(f"{key}{name}_b_proj", dim, width)

@@ -16,9 +16,15 @@ from services.gpu_worker.model_config import LINEAR_ATTENTION
 
 
 class Oracle:
-    """transformers' text model and head in fp32."""
+    """transformers' text model and head in fp32.
 
-    def __init__(self, checkpoint: Checkpoint, text_config: dict[str, Any]) -> None:
+    Args:
+        checkpoint: an opened checkpoint.
+        text_config: its text_config.
+        affine_experts: MUL1 experts as docs/arithmetic.md defines their weights, without the fp16 rounding that a GPU's decoder adds.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, text_config: dict[str, Any], *, affine_experts: bool = False) -> None:
         torch.set_num_threads(1)
         config = Glm5NextTextConfig(**text_config)
         config._attn_implementation = "eager"
@@ -31,7 +37,7 @@ class Oracle:
                 module._apply_gate = _gate_after.__get__(module)  # type: ignore[method-assign]
                 module.config = config
         self.head = torch.from_numpy(checkpoint.linear("lm_head", config.hidden_size, config.vocab_size, prefix=""))
-        missing, unexpected = self.model.load_state_dict(_state(checkpoint), strict=False)
+        missing, unexpected = self.model.load_state_dict(_state(checkpoint, affine_experts), strict=False)
         assert not unexpected, unexpected
         assert not missing, missing
         self.model.set_experts_implementation("eager")
@@ -53,17 +59,30 @@ def _gate_after(self: Any, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate).clamp(max=self.swiglu_limit) * up.clamp(-self.swiglu_limit, self.swiglu_limit)
 
 
-def dense_expert(checkpoint: Checkpoint, layer: int, expert: int, projection: str) -> NDArray[np.float32]:
+def dense_expert(checkpoint: Checkpoint, layer: int, expert: int, projection: str, *, affine: bool = False) -> NDArray[np.float32]:
     """One dequantised projection [inputs, outputs]."""
-    key = checkpoint.expert_key(layer, expert, projection)
-    files = checkpoint.files
-    layout = checkpoint.expert_layout(layer)
-    return exl3.dequantize(
-        files.array(key + ".trellis"), files.array(key + ".suh"), files.array(key + ".svh"), exl3.Codebook(layout.codebook)
-    )
+    key, files = checkpoint.expert_key(layer, expert, projection), checkpoint.files
+    trellis, suh, svh = (files.array(f"{key}.{part}") for part in ("trellis", "suh", "svh"))
+    codebook = exl3.Codebook(checkpoint.expert_layout(layer).codebook)
+    if not affine:
+        return exl3.dequantize(trellis, suh, svh, codebook)
+    assert codebook is exl3.Codebook.MUL1
+    # The GPU's weight is the affine form of a byte sum, rounded to fp16: the byte sum comes back by rounding.
+    step = 1774 / 2**18
+    sums = np.rint((exl3.decode(trellis, codebook).astype(np.float64) + 3.453125) / step)
+    weight = _hadamard(_hadamard(sums * step - 3.453125).T).T
+    return (suh.astype(np.float64)[:, None] * weight * svh.astype(np.float64)).astype(np.float32)
 
 
-def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+def _hadamard(weight: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The 128-wide transform along the rows' axis."""
+    index = np.arange(128)
+    signs = (-1.0) ** np.bitwise_count(index[:, None] & index)
+    blocks = weight.reshape(-1, 128, weight.shape[1])
+    return (np.einsum("ij,bjn->bin", signs, blocks) / np.sqrt(128)).reshape(weight.shape)
+
+
+def _state(checkpoint: Checkpoint, affine: bool) -> dict[str, torch.Tensor]:
     """The model's state dict under transformers' names."""
     config, files = checkpoint.config, checkpoint.files
     state: dict[str, torch.Tensor] = {}
@@ -91,12 +110,9 @@ def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         if config.layer_types[i] == LINEAR_ATTENTION:
             dim = config.linear_head_dim
             width = config.linear_num_heads * dim
-            for name in "qkv":
-                linear(f"{attn}{name}_proj", hidden, width)
-            put(
-                attn + "conv1d.weight",
-                np.concatenate([checkpoint.tensor(f"{attn}{n}_conv1d.weight", width, 1, config.linear_conv_kernel_dim) for n in "qkv"]),
-            )
+            for name, weight in zip("qkv", _query_key_value(checkpoint, attn, width), strict=True):
+                put(f"{attn}{name}_proj.weight", weight.T)
+            put(attn + "conv1d.weight", _conv(checkpoint, attn, width))
             linear(attn + "forget_gate.f_a_proj", hidden, dim, attn + "f_a_proj")
             linear(attn + "forget_gate.f_b_proj", dim, width, attn + "f_b_proj")
             copy(attn + "forget_gate.A_log", attn + "A_log")
@@ -126,13 +142,27 @@ def _state(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
             copy(key + "mlp.gate.weight")
             copy(key + "mlp.gate.e_score_correction_bias")
             _mlp(linear, key + "mlp.shared_experts.", hidden, config.moe_intermediate_size * config.n_shared_experts)
-            dense = {p: [dense_expert(checkpoint, i, e, p).T for e in range(config.n_routed_experts)] for p in PROJECTIONS}
+            dense = {p: [dense_expert(checkpoint, i, e, p, affine=affine).T for e in range(config.n_routed_experts)] for p in PROJECTIONS}
             put(
                 key + "mlp.experts.gate_up_proj",
                 np.stack([np.concatenate([g, u]) for g, u in zip(dense["gate"], dense["up"], strict=True)]),
             )
             put(key + "mlp.experts.down_proj", np.stack(dense["down"]))
     return state
+
+
+def _query_key_value(checkpoint: Checkpoint, attn: str, width: int) -> list[NDArray[np.float32]]:
+    hidden = checkpoint.config.hidden_size
+    if f"{TEXT_PREFIX}{attn}qkv_proj.trellis" in checkpoint.files:
+        return np.split(checkpoint.linear(attn + "qkv_proj", hidden, 3 * width), 3, axis=1)
+    return [checkpoint.linear(f"{attn}{name}_proj", hidden, width) for name in "qkv"]
+
+
+def _conv(checkpoint: Checkpoint, attn: str, width: int) -> NDArray[np.float32]:
+    taps = checkpoint.config.linear_conv_kernel_dim
+    if f"{TEXT_PREFIX}{attn}conv1d.weight" in checkpoint.files:
+        return checkpoint.tensor(attn + "conv1d.weight", 3 * width, 1, taps)
+    return np.concatenate([checkpoint.tensor(f"{attn}{name}_conv1d.weight", width, 1, taps) for name in "qkv"])
 
 
 def _mlp(linear: Any, key: str, hidden: int, inter: int) -> None:

@@ -63,10 +63,10 @@ NEEDED = [
     TEXT + "norm.weight",
     TEXT + "layers.0.input_layernorm.weight",
     TEXT + "layers.1.hc_ffn_base",
-    TEXT + "layers.0.self_attn.k_conv1d.weight",
+    TEXT + "layers.0.self_attn.conv1d.weight",
     TEXT + "layers.0.self_attn.dt_bias",
     TEXT + "layers.0.self_attn.f_b_proj.weight",
-    TEXT + "layers.0.self_attn.q_proj.suh",
+    TEXT + "layers.0.self_attn.qkv_proj.suh",
     TEXT + "layers.2.self_attn.kv_b_proj.weight",
     TEXT + "layers.2.self_attn.kv_a_layernorm.weight",
     TEXT + "layers.0.mlp.down_proj.svh",
@@ -122,7 +122,7 @@ def test_a_wrong_dtype_is_named(write: Callable[..., pathlib.Path], name: str, s
 @pytest.mark.parametrize(
     ("width", "told"), [(40, "2.5 bits.*half-integer"), (16 * 9, "9 bits"), (50, "3.125 bits"), (8, "0.5 bits.*half-integer")]
 )
-@pytest.mark.parametrize("key", [EXPERT, TEXT + "layers.0.self_attn.v_proj"])
+@pytest.mark.parametrize("key", [EXPERT, TEXT + "layers.0.self_attn.qkv_proj"])
 def test_an_unsupported_rate_is_named(write: Callable[..., pathlib.Path], tensors: Tensors, key: str, width: int, told: str) -> None:
     """Half-integer and other unsupported bit rates are refused by name, for experts and other linears."""
     shape = (*tensors[key + ".trellis"].data.shape[:2], width)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kernels.python import text_ops
 from services.common.errors import CheckpointError
-from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.checkpoint import TEXT_PREFIX, Checkpoint
 from services.gpu_worker.model_config import LINEAR_ATTENTION, TextConfig
 
 Array = NDArray[np.float32]
@@ -178,19 +178,19 @@ def _hyper_site(checkpoint: Checkpoint, weights: TextWeights, key: str, norm: st
 
 
 def _conv(checkpoint: Checkpoint, key: str, width: int, taps: int) -> Array:
-    """Convolution taps as [taps, 3 * width]; stored per projection or fused."""
-    if f"model.language_model.{key}conv1d.weight" in checkpoint.files:
-        fused = checkpoint.tensor(key + "conv1d.weight", 3 * width, 1, taps)
-    else:
+    """Convolution taps as [taps, 3 * width]; quantised checkpoints store them fused, sources per projection."""
+    if f"{TEXT_PREFIX}{key}q_conv1d.weight" in checkpoint.files:
         fused = np.concatenate([checkpoint.tensor(f"{key}{name}_conv1d.weight", width, 1, taps) for name in "qkv"])
+    else:
+        fused = checkpoint.tensor(key + "conv1d.weight", 3 * width, 1, taps)
     return np.ascontiguousarray(fused[:, 0, :].T)
 
 
 def _query_key_value(checkpoint: Checkpoint, key: str, hidden: int, width: int) -> list[Array]:
-    """The three projections' weights side by side; quantised checkpoints store them fused, sources apart."""
-    if any(f"model.language_model.{key}qkv_proj.{part}" in checkpoint.files for part in ("trellis", "weight")):
-        return [checkpoint.linear(key + "qkv_proj", hidden, 3 * width)]
-    return [checkpoint.linear(f"{key}{name}_proj", hidden, width) for name in "qkv"]
+    """The three projections' weights; quantised checkpoints store them fused, sources apart."""
+    if any(f"{TEXT_PREFIX}{key}q_proj.{part}" in checkpoint.files for part in ("trellis", "weight")):
+        return [checkpoint.linear(f"{key}{name}_proj", hidden, width) for name in "qkv"]
+    return [checkpoint.linear(key + "qkv_proj", hidden, 3 * width)]
 
 
 def _kda(checkpoint: Checkpoint, weights: TextWeights, key: str) -> KdaLayer:
