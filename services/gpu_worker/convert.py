@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from services.common.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.grammar import GrammarSource
 from services.gpu_worker.request import (
     Admitted,
     Event,
@@ -30,12 +31,14 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 100
 MAX_ID_CHARS = 256
+MAX_GRAMMAR_BYTES = 512 * 1024
 MAX_QUEUE_TIMEOUT_MS = 24 * 3600 * 1000
 
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    FinishReason.GRAMMAR_END: pb.FINISH_REASON_GRAMMAR_END,
 }
 
 
@@ -57,13 +60,10 @@ def spec_of(request: pb.GenerateRequest, limits: RequestLimits) -> RequestSpec:
     Raises:
         InvalidRequest: names the field.
         ContextLengthExceeded: prompt and max_tokens do not fit the context.
-        UnsupportedParameter: a grammar was asked for.
     """
     _check_id("request_id", request.request_id)
     if len(request.key_id) > MAX_ID_CHARS:
         raise InvalidRequest(f"key_id has {len(request.key_id)} characters, at most {MAX_ID_CHARS}", param="key_id")
-    if request.HasField("grammar"):
-        raise UnsupportedParameter("this worker cannot constrain the output by a grammar", param="grammar")
     if request.queue_timeout_ms > MAX_QUEUE_TIMEOUT_MS:
         raise InvalidRequest(f"queue_timeout_ms is {request.queue_timeout_ms}, at most {MAX_QUEUE_TIMEOUT_MS}", param="queue_timeout_ms")
     prompt = _prompt(request.prompt_token_ids, limits)
@@ -105,6 +105,31 @@ def score_spec_of(request: pb.ScoreRequest, limits: RequestLimits) -> RequestSpe
         queue_timeout_s=limits.default_queue_timeout_s,
         prompt_scores=PromptScores(request.first_scored, request.top),
     )
+
+
+def grammar_of(request: pb.GenerateRequest, limits: RequestLimits) -> GrammarSource | None:
+    """The grammar that a request brings, not compiled yet; None when it brings none.
+
+    Raises:
+        InvalidRequest: names the field.
+    """
+    if not request.HasField("grammar"):
+        return None
+    message = request.grammar
+    kind = message.WhichOneof("kind")
+    if kind is None or (kind == "any_json_object" and not message.any_json_object):
+        raise InvalidRequest("grammar has no kind: need json_schema, regex, lark or any_json_object", param="grammar")
+    text = "" if kind == "any_json_object" else str(getattr(message, kind))
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the grammar has {len(text.encode())} bytes, at most {MAX_GRAMMAR_BYTES}", param="grammar")
+    _check_tokens("grammar.after_token_id", [message.after_token_id], limits)
+    _check_tokens("grammar.not_before_token_ids", message.not_before_token_ids, limits)
+    if request.HasField("thinking_budget") and request.thinking_budget.end_token_id != message.after_token_id:
+        raise InvalidRequest(
+            "thinking_budget forces tokens while the grammar constrains them: grammar.after_token_id must be its end_token_id",
+            param="thinking_budget.end_token_id",
+        )
+    return GrammarSource(kind, text, message.after_token_id or None, frozenset(message.not_before_token_ids))
 
 
 def _check_id(name: str, value: str) -> None:

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from services.gpu_worker import sampling
 from services.gpu_worker.backends.base import Logits
 from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.grammar import Constraint
 from services.gpu_worker.output import Ending, OutputStream
-from services.gpu_worker.request import Event, OutToken, Request, Tokens
+from services.gpu_worker.request import Event, FinishReason, OutToken, Request, Tokens
 
 
 class Generation:
@@ -30,8 +31,14 @@ class Generation:
         self._scores = spec.prompt_scores
         self._last_row: NDArray[np.float32] | None = None  # logits after the newest prompt token, for scoring the next chunk's first
         self._output = OutputStream(spec.sampling, eos_token_ids, tokens)
+        self._constraint = Constraint(spec.grammar, eos_token_ids) if spec.grammar is not None else None
         self._sampler = sampling.Sampler(
-            spec.sampling, spec.prompt, eos_token_ids | spec.sampling.stop_token_ids, len(tokens), spec.thinking_budget
+            spec.sampling,
+            spec.prompt,
+            eos_token_ids | spec.sampling.stop_token_ids,
+            len(tokens),
+            spec.thinking_budget,
+            self._constraint,
         )
 
     @property
@@ -70,6 +77,9 @@ class Generation:
 
         Returns:
             events to send, and the ending if the generation is over.
+
+        Raises:
+            InvalidRequest: the request's grammar asks for more than its limits allow.
         """
         token_id = self._sampler.choose(row)
         self._request.num_generated += 1
@@ -80,4 +90,6 @@ class Generation:
         else:
             logprobs = sampling.log_softmax(row)
             out, ending = self._output.push(token_id, logprob=float(logprobs[token_id]), top=sampling.ranked(logprobs, wanted))
+        if self._constraint is not None and self._constraint.complete and (ending is None or ending.reason is FinishReason.LENGTH):
+            out, ending = [*out, *self._output.flush()], Ending(FinishReason.GRAMMAR_END)
         return [Tokens(tuple(out))] if out else [], ending

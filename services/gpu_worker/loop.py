@@ -281,7 +281,12 @@ class EngineLoop:
 
     def _emit(self, request: Request, row: Logits) -> None:
         """Samples from a row of logits and sends what may go out."""
-        events, ending = self._generations[request.spec.request_id].advance(row[0])
+        try:
+            events, ending = self._generations[request.spec.request_id].advance(row[0])
+        except Glm53Error as error:
+            # Only a grammar that outgrows its limits: the request's fault, and nobody else's.
+            self._fail(request, error)
+            return
         self.metrics.decode_tokens.inc()
         self.metrics.note_token(request, self._clock())
         for event in events:
@@ -322,6 +327,16 @@ class EngineLoop:
             if request.times.admitted is not None:
                 self._queue.settle(request)
         self.metrics.note_end(request)
+        log.info(
+            "request %s",
+            state.value,
+            extra={
+                "request_id": request.spec.request_id,
+                "prompt_tokens": len(request.spec.prompt),
+                "completion_tokens": request.num_generated,
+                "total_s": round(request.times.finished - request.times.submitted, 3),
+            },
+        )
 
     def _fail_all(self) -> None:
         with self._lock:

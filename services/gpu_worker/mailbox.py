@@ -41,9 +41,9 @@ class Mailbox:
 
     def put(self, event: Event) -> None:
         """Adds an event. Terminal and admission events come also into a full mailbox: their number is bounded by nature."""
-        was_empty = not self._events
         self._events.append((self._clock(), event))
-        if was_empty:
+        # Looking after adding: whoever emptied the mailbox before this line was told, or has taken this event too.
+        if len(self._events) == 1:
             self._notify()
 
     def stalled_s(self, now: float) -> float:
@@ -55,13 +55,13 @@ class Mailbox:
 
     def take(self) -> list[Event]:
         """Everything that waits, oldest first."""
-        was_full = self.full
         events: list[Event] = []
         while True:
             try:
                 events.append(self._events.popleft()[1])
             except IndexError:
                 break
-        if was_full:
+        # It was full at some moment only if at least so many were taken.
+        if len(events) >= self._limit:
             self._on_space()
         return events

@@ -52,7 +52,7 @@ class OutputStream:
         if token_id in self._end_ids:
             # Its bytes are no part of the text, whatever was asked for stop strings.
             token = replace(OutToken(token_id, b"", special), **details)  # type: ignore[arg-type]
-            return [*self._flush(), token], Ending(FinishReason.STOP, stop_token_id=token_id)
+            return [*self.flush(), token], Ending(FinishReason.STOP, stop_token_id=token_id)
         token = replace(OutToken(token_id, self._tokens.pieces[token_id], special), **details)  # type: ignore[arg-type]
         out = [token]
         if self._matcher is not None and self._num_tokens > self._params.min_tokens:
@@ -60,10 +60,11 @@ class OutputStream:
             if stop is not None:
                 return out, Ending(FinishReason.STOP, stop_string=stop)
         if self._num_tokens >= self._params.max_tokens:
-            return [*out, *self._flush()], Ending(FinishReason.LENGTH)
+            return [*out, *self.flush()], Ending(FinishReason.LENGTH)
         return out, None
 
-    def _flush(self) -> list[OutToken]:
+    def flush(self) -> list[OutToken]:
+        """What was held back for stop strings, when the output ends otherwise."""
         return self._matcher.flush() if self._matcher is not None else []
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from services.common.errors import Glm53Error
 from services.gpu_worker.backends.base import Stream
+from services.gpu_worker.grammar import Grammar
 
 
 class RequestState(enum.Enum):
@@ -51,6 +52,7 @@ class FinishReason(enum.IntEnum):
     STOP = 1
     LENGTH = 2
     CANCELLED = 3
+    GRAMMAR_END = 4
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,7 @@ class RequestSpec:
     queue_timeout_s: float = 60.0
     prompt_scores: PromptScores | None = None
     thinking_budget: ThinkingBudget | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """From a row of logits to a token.
 
-Order: log-probabilities of the raw model, then logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, draw. Every request
+Order: log-probabilities of the raw model, then the grammar's mask, logit bias, minimum length, penalties, temperature, top-k, top-p, min-p, draw. Every request
 draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from services.gpu_worker.grammar import Constraint
 from services.gpu_worker.request import RankedToken, SamplingParams, ThinkingBudget
 
 Row = NDArray[np.float32]
@@ -43,6 +44,7 @@ class Sampler:
         suppressed: ids that must not come before `min_tokens` (eos and stop tokens).
         vocab_size: columns of a row.
         budget: the thinking budget, if any.
+        constraint: the grammar that the output must follow, if any.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Sampler:
         suppressed: frozenset[int],
         vocab_size: int,
         budget: ThinkingBudget | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         self._params = params
+        self._constraint = constraint
         self._random = random.Random(params.seed)
         self._num_chosen = 0
         self._suppressed = np.array(sorted(suppressed), np.int64)
@@ -70,14 +74,26 @@ class Sampler:
         self._greedy_as_is = params.temperature == 0.0 and not params.logit_bias and self._seen is None and self._counts is None
 
     def choose(self, logits: Row) -> int:
-        """The next token for raw logits [vocab_size], which stay unchanged."""
+        """The next token for raw logits [vocab_size], which stay unchanged.
+
+        Raises:
+            InvalidRequest: the grammar asks for more than its limits allow.
+        """
         forced = self._forcing.next() if self._forcing is not None else None
-        token = forced if forced is not None else self._pick(logits)
+        if forced is not None:
+            token = forced
+        elif self._constraint is None:
+            token = self._pick(logits)
+        else:
+            allowed = self._constraint.allowed(len(logits))
+            token = self._constraint.instead_of(self._pick(logits if allowed is None else _masked(logits, allowed)))
         self._observe(token)
         return token
 
     def _observe(self, token: int) -> None:
         self._num_chosen += 1
+        if self._constraint is not None:
+            self._constraint.observe(token)
         if self._forcing is not None:
             self._forcing.observe(token)
         if self._seen is not None:
@@ -94,11 +110,18 @@ class Sampler:
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
         if early:
-            scores[self._suppressed] = -np.inf
+            self._suppress(scores)
         self._penalise(scores)
         if params.temperature == 0.0:
             return int(scores.argmax())
         return self._draw(scores)
+
+    def _suppress(self, scores: Row) -> None:
+        """Takes end tokens out, unless a grammar lets nothing else come."""
+        ends = scores[self._suppressed]
+        scores[self._suppressed] = -np.inf
+        if self._constraint is not None and scores.max() == -np.inf:
+            scores[self._suppressed] = ends
 
     def _penalise(self, scores: Row) -> None:
         params = self._params
@@ -141,6 +164,11 @@ class Sampler:
             if enough or weights[order].sum() >= params.top_p * weights.sum():
                 return order
             wanted = min(wanted * 8, size)
+
+
+def _masked(logits: Row, allowed: NDArray[np.bool_]) -> Row:
+    """Raw logits of the allowed tokens; -inf for the others."""
+    return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def _top(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -24,6 +24,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert
 from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.grammar import GrammarCompiler
 from services.gpu_worker.loop import EngineLoop
 from services.gpu_worker.mailbox import Mailbox
 from services.gpu_worker.request import Event, Failed, Finished, OutToken, PrefillProgress, Request, RequestSpec
@@ -47,6 +48,7 @@ class Serving:
     facts: ModelFacts
     limits: convert.RequestLimits
     report: StatsReport
+    grammars: GrammarCompiler
 
 
 class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
@@ -107,6 +109,10 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         serving = self._ready()
         request_id_var.set(request.request_id)
         spec = convert.spec_of(request, serving.limits)
+        source = convert.grammar_of(request, serving.limits)
+        if source is not None:
+            # Milliseconds for an ordinary schema, but clients write it: not on the event loop.
+            spec = replace(spec, grammar=await asyncio.to_thread(serving.grammars.compile, source))
         async for event in self._events(serving, spec):
             yield convert.event_pb(event, serving.tokens)
 
@@ -194,7 +200,7 @@ def _fill_info(answer: pb.InfoResponse, facts: ModelFacts) -> None:
     answer.max_queued = facts.max_queued
     answer.default_temperature = files.default_temperature
     answer.default_top_p = files.default_top_p
-    answer.supports_grammar = False
+    answer.supports_grammar = True
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

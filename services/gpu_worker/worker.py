@@ -16,13 +16,14 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import Glm53Error
+from services.common.errors import Cancelled, Glm53Error
 from services.common.lifecycle import ExitCode, ServiceState
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert
 from services.gpu_worker.backends.base import Backend
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.detok import TokenTable
+from services.gpu_worker.grammar import GrammarCompiler
 from services.gpu_worker.loop import EngineLimits, EngineLoop
 from services.gpu_worker.metrics import EngineMetrics
 from services.gpu_worker.model_config import ARCHITECTURE
@@ -39,6 +40,7 @@ BackendLoader = Callable[[GpuWorkerSettings, Checkpoint, Callable[[float, str], 
 
 SERVICE_NAME = "glm53.worker.v1.Worker"
 CRASH_EXIT = 1  # not a boot failure: the supervisor starts the worker again
+IMPATIENT_S = 1.0
 _TICK_S = 0.25
 _SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
@@ -70,11 +72,16 @@ class Worker:
         self._engine: EngineLoop | None = None
         self._engine_thread: threading.Thread | None = None
         self._stop = asyncio.Event()
+        self._signalled = 0.0
         self._began = time.monotonic()
 
     async def run(self) -> int:
         """Serves until SIGTERM or SIGINT, or until the engine is lost; returns the exit code."""
-        server = await self.listen()
+        try:
+            server = await self.listen()
+        except RuntimeError as error:
+            log.error("cannot listen on %s: %s", self._settings.worker_address, error)
+            return ExitCode.BOOT
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -110,6 +117,9 @@ class Worker:
     async def _load_and_serve(self) -> int:
         try:
             await self.load()
+        except Cancelled as error:
+            log.info("%s", error.message)
+            return ExitCode.OK
         except Glm53Error as error:
             self.status.advance(ServiceState.FAILED)
             log.error("cannot start: %s", error.message)
@@ -121,7 +131,7 @@ class Worker:
         return await self._watch()
 
     def _load(self) -> None:
-        settings, note = self._settings, self.status.note
+        settings, note = self._settings, self._note
         note(0.0, "reading the checkpoint's headers")
         checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
         config = checkpoint.config
@@ -141,6 +151,12 @@ class Worker:
         self.serve_with(backend, tokens, facts)
         for name, value, reason in _resolved(facts):
             log.info("%s = %s (%s)", name, value, reason)
+
+    def _note(self, fraction: float, step: str) -> None:
+        """Loading got on; the place where a signal ends it."""
+        if self._stop.is_set():
+            raise Cancelled("told to stop while loading")
+        self.status.note(fraction, step)
 
     def serve_with(self, backend: Backend, tokens: TokenTable, facts: ModelFacts) -> None:
         """Starts the engine's thread over a loaded backend."""
@@ -165,7 +181,8 @@ class Worker:
             files.default_top_k,
             settings.queue_timeout_s,
         )
-        self.service.serving = Serving(engine, tokens, facts, request_limits, StatsReport(engine, backend, facts))
+        grammars = GrammarCompiler(files.tokenizer_json.decode(), facts.backend.vocab_size, facts.eos_token_ids)
+        self.service.serving = Serving(engine, tokens, facts, request_limits, StatsReport(engine, backend, facts), grammars)
 
     async def _watch(self) -> int:
         """Waits for a signal; ends the process when the engine is lost or makes no progress although it has work."""
@@ -192,11 +209,15 @@ class Worker:
         await self._set_health(serving=False)
 
     def _on_signal(self, number: int) -> None:
-        if self._stop.is_set():
-            log.warning("second signal: leaving without waiting")
+        name = signal.Signals(number).name
+        if not self._stop.is_set():
+            log.info("%s: draining", name)
+            self._signalled = time.monotonic()
+            self._stop.set()
+        # One Ctrl-C reaches a worker twice, from the terminal and from its supervisor: only a later one means impatience.
+        elif number == signal.SIGINT and time.monotonic() - self._signalled > IMPATIENT_S:
+            log.warning("%s again: leaving without waiting", name)
             os._exit(CRASH_EXIT)
-        log.info("%s: draining", signal.Signals(number).name)
-        self._stop.set()
 
     async def drain(self) -> None:
         """Refuses new requests and waits for the live ones, at most `drain_timeout_s`."""

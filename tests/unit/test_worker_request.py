@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 
@@ -70,3 +71,24 @@ def test_mailbox_notifies_once_per_filling_and_reports_space() -> None:
     assert len(woken) == 2
     assert box.take() == [event]
     assert len(space) == 1
+
+
+def test_mailbox_loses_no_wake_up() -> None:
+    """A reader that sleeps until it is notified gets every event, however its emptying and the engine's filling interleave."""
+    wake = threading.Event()
+    box = Mailbox(4, wake.set, lambda: None)
+    total, taken = 20_000, 0
+
+    def read() -> None:
+        nonlocal taken
+        while taken < total:
+            assert wake.wait(20), f"no wake-up after {taken} events"
+            wake.clear()
+            taken += len(box.take())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(total):
+        box.put(Admitted(0.0, 0))
+    reader.join(30)
+    assert taken == total

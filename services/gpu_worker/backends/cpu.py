@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from kernels.python import segments
+from kernels.python import segments, text_ops
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmInUse, ShmNoSpace, TierTimeout
@@ -162,7 +162,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note) -> Cpu
         max_context=max_context,
         max_streams=settings.max_streams,
         device="cpu",
-        device_reason="asked for" if settings.device == "cpu" else "auto: this build has no GPU backend",
+        device_reason=("asked for" if settings.device == "cpu" else "auto: this build has no GPU backend")
+        + f"; dense operations use {text_ops.isa()}",
         mode=mode,
         mode_reason=mode_reason,
         kernel_variant=str(stats["kernel"]),
