@@ -62,7 +62,11 @@ kernels: .state/serve ## Build the C++ kernels
 	@tools/pip_install.sh worker,build
 	@touch $@
 
-.state/dev: .state/serve pyproject.toml requirements.lock
+.state/debian-test: tools/debian_packages.sh
+	@tools/debian_packages.sh test
+	@mkdir -p .state && touch $@
+
+.state/dev: .state/debian-test .state/serve pyproject.toml requirements.lock
 	@tools/pip_install.sh worker,build,test,lint
 	@touch $@
 

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that the set-up needs: as root through apt, otherwise prints the one line to run and stops.
+# `debian_packages.sh test` also installs what only the tests need.
 set -euo pipefail
 
 declare -A needs=(
   [python3]="python3" [python3-venv]="" [python3-dev]="" [g++]="g++" [git]="git" [ca-certificates]="" [bsdextrautils]="column"
 )
+# The tests start Redis servers of their own on free ports; the one that Debian may start as a service is left alone.
+if [ "${1:-}" = test ]; then
+  needs[redis-server]="redis-server"
+fi
 missing=()
 has_package() { dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null | grep -qx installed; }
 
@@ -12,6 +17,7 @@ if ! command -v dpkg-query >/dev/null; then
   # Not Debian: check what the packages would bring and let the person install it in their own way.
   python3 -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null || missing+=("python >= 3.11 with venv")
   command -v g++ >/dev/null || missing+=("g++ with C++17")
+  [ "${1:-}" != test ] || command -v redis-server >/dev/null || missing+=("redis-server >= 6")
   [ ${#missing[@]} -eq 0 ] && exit 0
   printf 'This is not Debian. Please install: %s\n' "$(IFS=,; echo "${missing[*]}")" >&2
   exit 1
