@@ -10,18 +10,24 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gpu_worker.request import Request, RequestState
+from services.gpu_worker.request import FinishReason, Request, RequestState
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # Weight of a new reading in the moving average of the speed.
 _SPEED_WEIGHT = 0.1
+_VLLM_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
 _SPEED_INTERVAL_S = 0.25
 
 
 class EngineMetrics:
-    """What the engine loop counts. Written by the engine's thread, readable from any."""
+    """What the engine loop counts. Written by the engine's thread, readable from any.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        clock: monotonic seconds.
+        model_name: label of the ``vllm:*`` family, which exists so that dashboards made for vLLM work unchanged.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, model_name: str = "") -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
         r = self.registry
@@ -41,6 +47,7 @@ class EngineMetrics:
         self._running = Gauge("glm53_running_requests", "Requests in prefill or decode.", registry=r)
         self._kv_used = Gauge("glm53_context_tokens_used", "Tokens of context that open streams hold.", registry=r)
         self._kv_reserved = Gauge("glm53_context_tokens_reserved", "Tokens of context that memory is reserved for.", registry=r)
+        self._vllm = VllmMetrics(model_name, r)
         self._last_token: dict[str, float] = {}
         self._speed = 0.0
         self._speed_since = clock()
@@ -57,6 +64,7 @@ class EngineMetrics:
         self._running.set(running)
         self._kv_used.set(kv_used)
         self._kv_reserved.set(kv_reserved)
+        self._vllm.set_gauges(queued, running, kv_used / kv_reserved if kv_reserved else 0.0)
         now = self._clock()
         elapsed = now - self._speed_since
         if elapsed < _SPEED_INTERVAL_S:
@@ -74,8 +82,10 @@ class EngineMetrics:
         previous = self._last_token.get(key)
         if previous is None:
             self._first_token.observe(now - request.times.submitted)
+            self._vllm.first_token.observe(now - request.times.submitted)
         else:
             self._between.observe(now - previous)
+            self._vllm.between.observe(now - previous)
         self._last_token[key] = now
 
     def note_end(self, request: Request) -> None:
@@ -84,6 +94,7 @@ class EngineMetrics:
         self._ended.labels(outcome=request.state.value).inc()
         if request.times.finished is not None:
             self._whole.observe(request.times.finished - request.times.submitted)
+            self._vllm.note_end(request, request.times.finished - request.times.submitted)
 
     def outcomes(self) -> dict[str, int]:
         """Ended requests by outcome."""
@@ -109,6 +120,50 @@ class EngineMetrics:
     def prometheus_text(self) -> bytes:
         """Everything in the registry."""
         return generate_latest(self.registry)
+
+
+class VllmMetrics:
+    """The part of vLLM's metric family that applies here, under its exact names.
+
+    Args:
+        model_name: value of the label that all of them carry.
+        registry: where they are registered.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=registry).labels(model_name)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ["model_name"], registry=registry).labels(model_name)
+
+        self._model_name = model_name
+        self.first_token = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
+        self.between = histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.")
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
+        self._generated = counter("vllm:generation_tokens", "Tokens sampled by ended requests.")
+        self._success = Counter("vllm:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=registry)
+        self._running = gauge("vllm:num_requests_running", "Requests in prefill or decode.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
+        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the reserved context memory in use, 0..1.")
+
+    def set_gauges(self, queued: int, running: int, cache_share: float) -> None:
+        """State after a step."""
+        self._waiting.set(queued)
+        self._running.set(running)
+        self._cache.set(cache_share)
+
+    def note_end(self, request: Request, seconds: float) -> None:
+        """A request ended."""
+        self._whole.observe(seconds)
+        self._prompt.inc(request.num_prefilled)
+        self._generated.inc(request.num_generated)
+        if request.finish_reason is not None:
+            self._success.labels(self._model_name, _VLLM_REASONS[request.finish_reason]).inc()
 
 
 def counter_value(counter: Counter) -> float:

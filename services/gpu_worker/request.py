@@ -216,6 +216,7 @@ class Request:
     num_prefilled: int = 0
     num_generated: int = 0
     next_token: int | None = None  # sampled, not yet in the stream's state
+    finish_reason: FinishReason | None = None  # once the request ended with `Finished`
     cancelled: bool = False  # asked for from another thread; the engine acts on it between steps
 
     def advance(self, new: RequestState) -> None:
@@ -235,6 +236,7 @@ class Request:
 
     def finished_event(self, reason: FinishReason, now: float, *, stop_string: bytes = b"", stop_token_id: int | None = None) -> Finished:
         """The terminal event with this request's counts and times."""
+        self.finish_reason = reason
         times = self.times
         admitted = now if times.admitted is None else times.admitted
         prefilled = now if times.prefilled is None else times.prefilled

@@ -167,7 +167,7 @@ class Worker:
             busy_chunk_size=max(16, settings.chunk_size // 4),
             slow_reader_s=settings.slow_reader_s,
         )
-        engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, EngineMetrics())
+        engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, EngineMetrics(model_name=facts.model_name))
         self._engine = engine
         self._engine_thread = threading.Thread(target=engine.run_forever, name="engine", daemon=True)
         self._engine_thread.start()

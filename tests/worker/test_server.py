@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.common import errors
 from services.common.grpc_status import ERROR_METADATA_KEY, error_of
@@ -46,7 +47,6 @@ def test_info_and_tokenizer(worker: RunningWorker) -> None:
     assert info.mode_reason
     assert info.kernel_variant
     assert info.arithmetic_version == 1
-    assert not info.supports_grammar
     assert list(info.eos_token_ids)
     full = worker.stub.GetTokenizer(pb.GetTokenizerRequest())
     assert b'"added_tokens"' in full.tokenizer_json
@@ -253,14 +253,14 @@ def test_bad_field_is_refused_by_name(worker: RunningWorker, param: str, fields:
     assert not events
 
 
-def test_grammar_is_unsupported(worker: RunningWorker) -> None:
-    """A grammar is refused as UNIMPLEMENTED rather than ignored."""
-    request = worker.request(grammar=pb.Grammar(any_json_object=True))
+def test_errors_travel_whole(worker: RunningWorker) -> None:
+    """An error's status, field and message arrive as the worker raised them, by status for any client and by metadata for ours."""
     with pytest.raises(grpc.RpcError) as caught:
-        list(worker.start(request))
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
-    assert isinstance(error_of(caught.value), errors.UnsupportedParameter)
+        list(worker.start(worker.request(top_p=7.0)))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert ERROR_METADATA_KEY in dict(caught.value.trailing_metadata())
+    error = error_of(caught.value)
+    assert (error.param, error.message) == ("top_p", "top_p is 7, need a number above 0 to 1")
 
 
 def test_context_overflow_comes_before_any_event(worker: RunningWorker) -> None:
@@ -385,6 +385,10 @@ def test_stats_count_what_happened(worker: RunningWorker) -> None:
     text = answer.prometheus_text.decode()
     assert 'glm53_expert_picks_total{lane="hit",layer="0"}' in text
     assert "glm53_decode_tokens_total" in text
+    assert 'vllm:generation_tokens_total{model_name="glm-5.3-tiny"}' in text
+    assert 'vllm:request_success_total{finished_reason="length",model_name="glm-5.3-tiny"}' in text
+    families = {family.name for family in text_string_to_metric_families(text)}
+    assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds", "glm53_queue_wait_seconds"} <= families
 
 
 def test_verify_tiers_finds_everything_whole(worker: RunningWorker) -> None:
