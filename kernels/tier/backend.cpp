@@ -1,10 +1,15 @@
 #include "tier/backend.h"
 
+#include <algorithm>
+
 namespace glm53 {
 namespace {
 
 // While a job is open: how often life and deadline are looked at if nothing rings.
 constexpr int64_t kCollectSliceNs = 5'000'000;
+constexpr uint32_t kProbeRounds = 4;
+constexpr uint32_t kProbeExperts = 4;
+constexpr double kProbeBudgetUs = 50'000;  // big experts on a slow kernel: what was seen by then has to do
 
 double us_since(uint64_t start_ns) { return static_cast<double>(abi_now_ns() - start_ns) * 1e-3; }
 
@@ -92,6 +97,34 @@ bool ShmBackend::collect(ColdResult* result) {
         break;
     }
     if (!spinner.spin()) lane_.wait(seen, kCollectSliceNs);
+  }
+}
+
+void ShmBackend::probe(const std::function<void(uint32_t, double)>& saw) {
+  const uint32_t most = std::min({kProbeExperts, arena_.header().experts_per_layer, lane_.max_picks()});
+  const std::vector<float> x(arena_.shape(0).hidden, 1.0f);
+  StepRequest request;
+  request.rows = 1;
+  request.x = x.data();
+  const uint64_t start = abi_now_ns();
+  for (uint32_t round = 0; round < kProbeRounds && us_since(start) < kProbeBudgetUs; ++round) {
+    for (const uint32_t experts : {uint32_t{1}, most}) {
+      StepPlan plan;
+      for (uint32_t e = 0; e < experts; ++e) {
+        PlanEntry entry;
+        entry.expert = (round * most + e) % arena_.header().experts_per_layer;
+        entry.first = e;
+        entry.count = 1;
+        entry.lane = Lane::kCpu;
+        plan.entries.push_back(entry);
+        plan.pick_row.push_back(0);
+      }
+      plan.num_cpu_picks = experts;
+      ColdResult result;
+      if (!submit(request, plan) || !collect(&result)) return;
+      release(result.buffer);
+      saw(experts, result.lane_us);
+    }
   }
 }
 

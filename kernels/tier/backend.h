@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -30,6 +31,9 @@ class ExpertBackend {
   // Waits for what submit started, never longer than the job deadline. False: abandoned, nothing of it may be read.
   virtual bool collect(ColdResult* result) = 0;
   virtual void release(int64_t buffer) = 0;
+  // Times a few jobs on a lane that has just come up: calls saw(experts of layer 0 in the job, microseconds) for each. Stops at the first
+  // failure.
+  virtual void probe(const std::function<void(uint32_t, double)>& saw) = 0;
 };
 
 // The kernel on the calling thread, into memory of its own: the lane of a worker without cpu_expert, and what recomputes an abandoned job.
@@ -43,6 +47,7 @@ class InProcessBackend final : public ExpertBackend {
   bool submit(const StepRequest& request, const StepPlan& plan) override;
   bool collect(ColdResult* result) override;
   void release(int64_t) override {}
+  void probe(const std::function<void(uint32_t, double)>&) override {}  // no round trip, and the kernel is measured already
 
  private:
   const Arena& arena_;
@@ -64,6 +69,7 @@ class ShmBackend final : public ExpertBackend {
   bool submit(const StepRequest& request, const StepPlan& plan) override;
   bool collect(ColdResult* result) override;
   void release(int64_t buffer) override { lane_.release(static_cast<uint32_t>(buffer)); }
+  void probe(const std::function<void(uint32_t, double)>& saw) override;
   LaneClient& lane() { return lane_; }
 
  private:

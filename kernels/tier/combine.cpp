@@ -1,5 +1,6 @@
 #include <cmath>
 
+#include "cpu/numerics.h"
 #include "tier/device.h"
 
 #if defined(__x86_64__)
@@ -38,6 +39,7 @@ __attribute__((target("avx2,fma"))) uint32_t combine_avx2(float* out, const floa
 }  // namespace
 
 void combine_rows(float* out, const float* const* rows, const float* weights, uint32_t top_k, uint32_t hidden) {
+  const FloatStateGuard guard;  // the caller may flush denormals: the bits must not depend on that
   uint32_t first = 0;
 #if defined(__x86_64__)
   static const bool has_fma = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -31,7 +31,7 @@ Controller::Controller(const Arena& arena, const TierOptions& options, Device& d
       planner_(planner_options(options, device), arena.header().experts_per_layer, heat_, slots_, costs_),
       stats_(arena.header().num_layers) {
   load_heat();
-  look_at_lane(abi_now_ns());
+  look_at_lane();
   thread_ = std::thread(&Controller::run, this);
 }
 
@@ -65,13 +65,29 @@ void Controller::run() {
       ++next;
     } else {
       const std::lock_guard<std::mutex> lock(serve_mutex_);
-      look_at_lane(abi_now_ns());
+      look_at_lane();
     }
   }
 }
 
-void Controller::look_at_lane(uint64_t now_ns) {
-  const bool up = cpu_lane_ && backend_->tick(now_ns);
+bool Controller::lane_ready(uint64_t now_ns) {
+  if (!cpu_lane_ || !backend_->tick(now_ns)) {
+    priced_ = false;
+    return false;
+  }
+  if (!priced_) {
+    priced_ = true;
+    backend_->probe([this](uint32_t experts, double us) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      costs_.saw_job(experts * costs_.kernel_us(0, 1), us);
+    });
+    return backend_->tick(abi_now_ns());
+  }
+  return true;
+}
+
+void Controller::look_at_lane() {
+  const bool up = lane_ready(abi_now_ns());
   LaneSnapshot snapshot;
   snapshot.enabled = cpu_lane_;
   snapshot.up = up;
@@ -113,7 +129,7 @@ void Controller::answer_cold(uint64_t pass) {
   } catch (const std::exception& error) {
     step.cold_error = error.what();
   }
-  look_at_lane(abi_now_ns());
+  look_at_lane();
   cold_word_.post(pass);
 }
 
@@ -121,7 +137,7 @@ void Controller::plan(Step* step) {
   const uint64_t start = abi_now_ns();
   const StepRequest& request = step->request;
   LaneLimits limits;
-  if (cpu_lane_ && !request.prefill && backend_->tick(start)) limits = backend_->limits();
+  if (!request.prefill && lane_ready(start)) limits = backend_->limits();
   limits.cpu = limits.cpu && request.rows <= limits.max_rows;
   {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -82,7 +82,9 @@ class Controller {
   void collect(Step* step);
   void recompute(Step* step);
   void count(const Step& step);
-  void look_at_lane(uint64_t now_ns);
+  // Looks at the lane, prices it when it has just come up; true while it may be used.
+  bool lane_ready(uint64_t now_ns);
+  void look_at_lane();
   void load_heat();
 
   const Arena& arena_;
@@ -93,6 +95,7 @@ class Controller {
   InProcessBackend fallback_;
 
   std::mutex serve_mutex_;        // whoever answers holds it; guards backend_, fallback_ and the following
+  bool priced_ = false;           // the lane's costs were measured since it came up
   uint64_t planned_ = 0;          // last pass whose plan is answered
   uint64_t collected_ = 0;        // last pass whose CPU rows are answered
   std::vector<uint32_t> counts_;  // scratch of group_picks

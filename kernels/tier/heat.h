@@ -13,8 +13,8 @@
 
 namespace glm53 {
 
-// Chosen on synthetic traces (bench/cache_policy.py): a shorter slow half-life follows a change of subject sooner and costs little in a steady
-// stream; the fast part only has to keep what the last token or two used.
+// Chosen on synthetic traces (bench/cache_policy.py): a shorter slow half-life follows a change of subject sooner and costs little in a
+// steady stream; the fast part only has to keep what the last token or two used.
 struct HeatParams {
   float slow_half_life = 200.0f;  // decode steps
   float fast_half_life = 0.5f;

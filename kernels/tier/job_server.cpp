@@ -10,7 +10,8 @@
 namespace glm53 {
 namespace {
 
-constexpr int64_t kIdleSleepNs = 40'000'000;  // < the beat period: an idle loop still shows progress
+constexpr int64_t kIdleSleepNs = 40'000'000;            // < the beat period: an idle loop still shows progress
+constexpr uint64_t kLongestComputeNs = 10'000'000'000;  // a kernel call that takes longer counts as stuck
 constexpr auto kBeatPeriod = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -64,7 +65,11 @@ void JobServer::beat_loop() {
   uint64_t shown = ~uint64_t{0};
   while (!stop_beat_.load()) {
     const uint64_t progress = progress_.load(std::memory_order_relaxed);
-    if (progress != shown) beat(abi_now_ns());
+    const uint64_t now = abi_now_ns();
+    const uint64_t since = computing_since_ns_.load(std::memory_order_relaxed);
+    // A big job is progress too: whether it takes too long is for its deadline to say.
+    const bool computing = since != 0 && now < since + kLongestComputeNs;
+    if (progress != shown || computing) beat(now);
     shown = progress;
     std::this_thread::sleep_for(kBeatPeriod);
   }
@@ -199,7 +204,9 @@ void JobServer::compute_some() {
     counters_.bytes += arena_->shape(job_.layer).record_bytes;
   }
   counters_.experts += count;
+  computing_since_ns_.store(abi_now_ns(), std::memory_order_relaxed);
   if (!tasks_.empty() && moe_pool_run(pool_, tasks_.data(), static_cast<uint32_t>(tasks_.size())) != 0) status_ = ABI_STATUS_BAD_JOB;
+  computing_since_ns_.store(0, std::memory_order_relaxed);
   computed_ += count;
   state_ = computed_ < total && status_ == ABI_STATUS_OK ? ServerStep::kComputing : ServerStep::kComputed;
 }

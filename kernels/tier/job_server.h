@@ -101,6 +101,7 @@ class JobServer {
   std::atomic<bool> draining_{false};
   std::atomic<bool> stop_beat_{false};
   std::atomic<uint64_t> progress_{0};
+  std::atomic<uint64_t> computing_since_ns_{0};  // 0: not inside the kernel
   std::thread beat_thread_;
 };
 

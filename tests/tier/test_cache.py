@@ -131,16 +131,20 @@ def test_a_cpu_lane_pick_can_be_promoted(made: Stage) -> None:
     assert before["admissions"] == TOP_K
 
 
-def test_measured_costs_are_corrected_by_jobs(made: Stage) -> None:
-    """After some jobs the model's price of the lane is no longer the prior's, and it is a sane one."""
-    with made.engine(num_slots=0) as engine, cpu_expert(made):
-        assert engine.wait_lane(20)
-        rng = np.random.default_rng(4)
-        start = engine.stats()
-        for _ in range(60):
-            forward(engine, random_batch(rng))
-        stats = engine.stats()
-    assert (stats["ct_a_us"], stats["ct_scale"]) != (start["ct_a_us"], start["ct_scale"])
-    assert stats["ct_a_us"] >= 0
-    assert stats["ct_scale"] >= 0
-    assert stats["lane"]["done"] > 0
+def test_the_lane_is_priced_when_it_comes_up_and_by_every_job(made: Stage) -> None:
+    """Before the first step the round trip has been measured, and every job corrects the price; both stay sane."""
+    with made.engine(num_slots=0) as engine:
+        prior = engine.stats()
+        assert prior["ct_a_us"] == 60
+        with cpu_expert(made):
+            assert engine.wait_lane(20)
+            measured = engine.stats()
+            assert (measured["ct_a_us"], measured["ct_scale"]) != (prior["ct_a_us"], prior["ct_scale"])
+            assert measured["picks"]["cpu"] == measured["cpu_expert_bytes"] == 0
+            rng = np.random.default_rng(4)
+            for _ in range(60):
+                forward(engine, random_batch(rng))
+            corrected = engine.stats()
+    assert (corrected["ct_a_us"], corrected["ct_scale"]) != (measured["ct_a_us"], measured["ct_scale"])
+    assert min(corrected["ct_a_us"], corrected["ct_scale"]) >= 0
+    assert corrected["picks"]["cpu"] > 0

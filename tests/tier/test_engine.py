@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pathlib
+import subprocess
 from collections.abc import Iterator
 
 import numpy as np
@@ -290,3 +291,30 @@ def test_heat_survives_a_restart(shm_dir: pathlib.Path, tmp_path: pathlib.Path) 
             forward(engine, batch)
             assert engine.stats()["admissions"] == 0
             assert "its checksum is wrong" in engine.stats()["heat_note"]
+
+
+def test_a_caller_that_flushes_denormals_gets_the_same_bits(module_stage: Stage, oracle: Oracle) -> None:
+    """The float state of the calling thread does not reach the answer."""
+    torch = pytest.importorskip("torch")
+    batch = random_batch(np.random.default_rng(19), rows=2, layer=0)
+    batch.weights[:] = 1e-40
+    expected = oracle(batch)
+    assert (expected != 0).any()
+    assert np.abs(expected).max() < np.finfo(np.float32).tiny
+    with running(module_stage, "shm", num_slots=3) as engine:
+        assert torch.set_flush_denormal(True)
+        try:
+            answer = forward(engine, batch)
+        finally:
+            torch.set_flush_denormal(False)
+    assert bits_equal(answer, expected)
+
+
+def test_engine_and_server_as_threads_of_one_process() -> None:
+    """The native program that sanitizers run (kernels/tests/tier_threads.cpp) finds no wrong answer."""
+    program = pathlib.Path(__file__).parents[2] / "build" / "kernels" / "tier_threads"
+    if not program.is_file():
+        pytest.skip("the native test programs are not built")
+    result = subprocess.run([str(program), "40"], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.rstrip().endswith("0 wrong answers")
