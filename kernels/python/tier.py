@@ -15,7 +15,7 @@ from kernels.python.arena import Arena
 from kernels.python.errors import raise_last
 from kernels.python.region import Region
 
-DEFAULT_SLOT_FRACTION = 4
+DEFAULT_SLOT_FRACTION = 3
 
 
 class TierEngine:
@@ -52,7 +52,7 @@ class TierEngine:
     ) -> None:
         """Starts the engine over a sealed arena.
 
-        region: needed for mode fast with backend shm. num_slots: records that fit into the device, default a quarter of all.
+        region: needed for mode fast with backend shm. num_slots: records that fit into the device, default a third of all.
         admit_after: a record is admitted at its k-th touch. ct_timeout_ms: a lane job that takes longer is abandoned and computed here.
         min_cpu_experts: misses of a decode step that go to the CPU lane even without gain, default the device's (1 on the CPU).
         ct_a_us, ct_b_us, ct_tzc_us: override the measured costs: fixed per lane job, per expert of it, per record read in place.
