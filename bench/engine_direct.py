@@ -62,22 +62,40 @@ class Direct:
     text: str
 
 
-class DirectEngine:
-    """The engine loop over the CPU backend with in-process experts."""
+class DirectBackend:
+    """The CPU backend with in-process experts, its checkpoint and its tokenizer."""
 
     def __init__(self) -> None:
         self._shm = tempfile.TemporaryDirectory(prefix="glm53-direct-", dir="/dev/shm")
-        settings = GpuWorkerSettings.load(
-            {"GLM53_EXPERT_BACKEND": "in_process", "GLM53_INSTANCE": "direct", "GLM53_SHM_DIR": self._shm.name}
-        )
-        checkpoint = Checkpoint(Path(settings.model_dir))
-        self._tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", checkpoint.config.vocab_size)
+        env = {"GLM53_EXPERT_BACKEND": "in_process", "GLM53_INSTANCE": "direct", "GLM53_SHM_DIR": self._shm.name}
+        self.settings = GpuWorkerSettings.load(env)
+        self.checkpoint = Checkpoint(Path(self.settings.model_dir))
+        self.backend = cpu.load(self.settings, self.checkpoint, lambda _fraction, _what: None)
+
+    def close(self) -> None:
+        """Ends the backend and removes its arena."""
+        self.backend.close()
+        self._shm.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class DirectEngine:
+    """The engine loop over `DirectBackend`, in a thread as in the worker."""
+
+    def __init__(self) -> None:
+        self._direct = DirectBackend()
+        checkpoint, settings = self._direct.checkpoint, self._direct.settings
+        tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", checkpoint.config.vocab_size)
         tokenizer = PromptTokenizer((checkpoint.path / "tokenizer.json").read_bytes())
         self._template = ChatTemplate((checkpoint.path / "chat_template.jinja").read_text(), tokenizer)
-        self._backend = cpu.load(settings, checkpoint, lambda _fraction, _what: None)
         limits = EngineLimits(settings.max_queued, settings.chunk_size)
         eos = frozenset(checkpoint.config.eos_token_ids)
-        self._engine = EngineLoop(self._backend, self._tokens, eos, limits, EngineMetrics())
+        self._engine = EngineLoop(self._direct.backend, tokens, eos, limits, EngineMetrics())
         self._thread = threading.Thread(target=self._engine.run_forever, daemon=True)
         self._thread.start()
         self._number = 0
@@ -88,8 +106,7 @@ class DirectEngine:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._engine.stop()
         self._thread.join(10)
-        self._backend.close()
-        self._shm.cleanup()
+        self._direct.close()
 
     def generate(self, messages: list[dict[str, Any]], tokens: int) -> Direct:
         """Greedy generation of exactly `tokens` tokens."""
