@@ -67,7 +67,7 @@ kernels: .state/serve ## Build the C++ kernels
 	@mkdir -p .state && touch $@
 
 .state/dev: .state/debian-test .state/serve pyproject.toml requirements.lock
-	@tools/pip_install.sh worker,build,test,lint
+	@tools/pip_install.sh worker,build,reference,test,lint
 	@touch $@
 
 .state/proto: .state/serve proto/glm53/worker/v1/worker.proto
