@@ -127,7 +127,9 @@ def _text_of(source: GrammarSource) -> str:
 
 def _refusal(kind: str, reason: str) -> InvalidRequest:
     words = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar", "any_json_object": "JSON object"}
-    return InvalidRequest(f"The {words[kind]} cannot be used to constrain the output: {reason[:_MAX_REASON_CHARS].strip()}", param="grammar")
+    return InvalidRequest(
+        f"The {words[kind]} cannot be used to constrain the output: {reason[:_MAX_REASON_CHARS].strip()}", param="grammar"
+    )
 
 
 class Constraint:

@@ -1,0 +1,211 @@
+"""Grammars: what compiles, what may come next, when the output is complete."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from services.common.errors import InvalidRequest
+from services.gpu_worker.grammar import Constraint, GrammarCompiler, GrammarSource, Kind
+from services.gpu_worker.request import SamplingParams, ThinkingBudget
+from services.gpu_worker.sampling import Sampler
+from tests.gateway.language import IDS, TOKENIZER_JSON, encode, piece
+
+VOCAB = 2560
+EOS = frozenset(IDS[name] for name in ("<|endoftext|>", "<|user|>", "<|observation|>"))
+THINK_END = IDS["</think>"]
+CALL, CALL_END = IDS["<tool_call>"], IDS["</tool_call>"]
+COMPILER = GrammarCompiler(TOKENIZER_JSON.decode(), VOCAB, sorted(EOS))
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 200}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+
+
+def constraint(kind: Kind, text: str = "", **fields: object) -> Constraint:
+    return Constraint(COMPILER.compile(GrammarSource(kind, text, **fields)), EOS)  # type: ignore[arg-type]
+
+
+def generate(made: Constraint, seed: int, limit: int = 400, **params: object) -> bytes:
+    """What a model that prefers tokens at random writes under a grammar, end tokens left out."""
+    noise = np.random.default_rng(seed)
+    sampler = Sampler(SamplingParams(seed=seed, **params), (1,), EOS, VOCAB, constraint=made)  # type: ignore[arg-type]
+    out = b""
+    for _ in range(limit):
+        token = sampler.choose((3 * noise.standard_normal(VOCAB)).astype(np.float32))
+        if token in EOS:
+            return out
+        out += piece(token)
+        if made.complete:
+            return out
+    raise AssertionError(f"the grammar did not end: {out[:200]!r}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_becomes_json_of_the_schema(seed: int) -> None:
+    """Whatever the model prefers, the output parses and fits the schema."""
+    value = json.loads(generate(constraint("json_schema", PERSON), seed))
+    assert set(value) == {"name", "age"}
+    assert isinstance(value["name"], str)
+    assert len(value["name"]) <= 6
+    assert 0 <= value["age"] <= 200
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_matches_the_regular_expression(seed: int) -> None:
+    """The whole output matches, also greedily and with a penalty."""
+    pattern = r"(ja|nein), [0-9]{2,4} 🦊?"
+    for params in ({}, {"temperature": 0.0}, {"temperature": 0.0, "frequency_penalty": 2.0}, {"top_k": 1}, {"min_p": 0.9}):
+        text = generate(constraint("regex", pattern), seed, **params).decode()
+        assert re.fullmatch(pattern, text), text
+
+
+def test_control_tokens_by_id() -> None:
+    """A Lark grammar may ask for control tokens; free text in it never matches one."""
+    made = constraint("lark", f"start: <[{CALL}]> TEXT <[{CALL_END}]>\nTEXT: /(.|\\n)*/")
+    assert np.flatnonzero(made.allowed(VOCAB)).tolist() == [CALL]
+    made.observe(CALL)
+    allowed = made.allowed(VOCAB)
+    assert allowed is not None
+    assert [number for number in IDS.values() if allowed[number]] == [CALL_END]
+    for token in encode("für 🦊\n"):
+        made.observe(token)
+    assert not made.complete
+    made.observe(CALL_END)
+    assert made.complete
+
+
+def test_any_json_object() -> None:
+    """any_json_object begins with a brace and is complete with its last one."""
+    made = constraint("any_json_object")
+    allowed = made.allowed(VOCAB)
+    assert allowed is not None
+    assert {piece(int(token))[:1] for token in np.flatnonzero(allowed)} == {b"{"}
+    for token in encode('{"a": {"b": [1, null]}}'):
+        assert not made.complete
+        made.observe(token)
+    assert made.complete
+
+
+def test_it_waits_for_its_token() -> None:
+    """Before after_token_id everything may come, and the grammar takes no note of it."""
+    made = constraint("regex", "yes", after_token_id=THINK_END)
+    for token in [5, 6, CALL]:
+        assert made.allowed(VOCAB) is None
+        made.observe(token)
+        assert not made.complete
+    made.observe(THINK_END)
+    allowed = made.allowed(VOCAB)
+    assert allowed is not None
+    assert {piece(int(token)) for token in np.flatnonzero(allowed)} <= {b"y", b"ye", b"yes"}
+
+
+def test_reasoning_cannot_end_the_answer() -> None:
+    """While it waits, an end token or a token that only the grammar may write becomes the token it waits for."""
+    for chosen in (*EOS, CALL):
+        made = constraint("regex", "yes", after_token_id=THINK_END, not_before=frozenset({CALL}))
+        sampler = Sampler(SamplingParams(temperature=0.0), (1,), EOS, VOCAB, constraint=made)
+        logits = np.zeros(VOCAB, np.float32)
+        logits[chosen] = 9.0
+        assert sampler.choose(logits) == THINK_END
+        assert made.allowed(VOCAB) is not None
+
+
+def test_an_end_token_comes_only_where_the_grammar_may_end() -> None:
+    """End tokens are masked in the middle and allowed where the output is acceptable."""
+    made = constraint("regex", "ab+")
+    for text, may_end in (("a", False), ("b", True), ("b", True)):
+        made.observe(encode(text)[0])
+        allowed = made.allowed(VOCAB)
+        assert allowed is not None
+        assert bool(allowed[list(EOS)].all()) is may_end
+        assert bool(allowed[list(EOS)].any()) is may_end
+        assert not made.complete
+
+
+def test_minimum_length_yields_to_the_grammar() -> None:
+    """min_tokens keeps end tokens away while something else may come, and no longer."""
+    made = constraint("regex", "x{1,3}")
+    sampler = Sampler(SamplingParams(min_tokens=50, seed=1), (1,), EOS, VOCAB, constraint=made)
+    logits = np.zeros(VOCAB, np.float32)
+    logits[list(EOS)] = 20.0
+    out = b""
+    while not made.complete:
+        token = sampler.choose(logits)
+        assert token not in EOS
+        out += piece(token)
+    assert out == b"xxx"
+
+
+def test_a_budget_ends_the_reasoning_and_the_grammar_begins() -> None:
+    """The thinking budget's forced </think> is what the grammar waits for."""
+    made = constraint("regex", "yes", after_token_id=THINK_END)
+    budget = ThinkingBudget(2, THINK_END, (THINK_END,))
+    sampler = Sampler(SamplingParams(seed=1), (1,), EOS, VOCAB, budget, made)
+    tokens = []
+    noise = np.random.default_rng(1)
+    while not made.complete:
+        tokens.append(sampler.choose(noise.standard_normal(VOCAB).astype(np.float32)))
+    assert tokens[2] == THINK_END
+    assert b"".join(piece(token) for token in tokens[3:]) == b"yes"
+
+
+def test_requests_do_not_share_their_way() -> None:
+    """Two requests with one grammar are independent, and the second compilation is the kept one."""
+    source = GrammarSource("regex", "ab|cd")
+    first, second = COMPILER.compile(source), COMPILER.compile(source)
+    assert first.matcher is second.matcher
+    one, two = Constraint(first, EOS), Constraint(second, EOS)
+    one.observe(encode("a")[0])
+    two.observe(encode("c")[0])
+    allowed = one.allowed(VOCAB)
+    assert allowed is not None
+    assert {piece(int(token)) for token in np.flatnonzero(allowed)} == {b"b"}
+
+
+def test_kept_grammars_are_bounded() -> None:
+    """Old grammars leave."""
+    compiler = GrammarCompiler(TOKENIZER_JSON.decode(), VOCAB, sorted(EOS))
+    for number in range(100):
+        compiler.compile(GrammarSource("regex", f"x{number}"))
+    assert len(compiler._kept) == 32
+
+
+BAD: list[tuple[Kind, str]] = [
+    ("regex", "(a"),
+    ("lark", "start: /("),
+    ("lark", "nothing: /a/"),
+    ("lark", ""),
+    ("json_schema", '{"type": "foo"}'),
+    ("json_schema", "no json"),
+    ("json_schema", "[1]"),
+    ("json_schema", '{"$ref": "http://example.com/x"}'),
+    ("json_schema", '{"type": "object", "if": {}}'),
+    ("json_schema", "false"),
+    ("json_schema", json.dumps({"enum": []})),
+    ("json_schema", json.dumps({"type": "integer", "minimum": 5, "maximum": 3})),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_grammars_are_refused_with_a_reason(kind: Kind, text: str) -> None:
+    """What cannot be compiled, or allows nothing, is the client's error."""
+    with pytest.raises(InvalidRequest, match=r"cannot be used to constrain the output: .+") as caught:
+        COMPILER.compile(GrammarSource(kind, text))
+    assert caught.value.param == "grammar"
+    assert len(caught.value.message) < 700
+
+
+def test_a_refused_token_is_an_error_not_a_crash() -> None:
+    """A token against the grammar ends the request with a reason."""
+    made = constraint("regex", "yes")
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
+        made.observe(random.choice(sorted(EOS)))
