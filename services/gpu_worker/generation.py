@@ -84,6 +84,7 @@ class Generation:
         token_id = self._sampler.choose(row)
         self._request.num_generated += 1
         self._request.next_token = token_id
+        self._request.output_ids.append(token_id)
         wanted = self._request.spec.sampling.logprobs
         if wanted < 0:
             out, ending = self._output.push(token_id)

@@ -18,6 +18,7 @@ from services.gpu_worker.backends.base import Backend, BackendLostError, Logits
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
 from services.gpu_worker.metrics import EngineMetrics
+from services.gpu_worker.prefix_cache import PrefixCache
 from services.gpu_worker.queue import FairQueue
 from services.gpu_worker.request import Admitted, Failed, FinishReason, PrefillProgress, Request, RequestState
 
@@ -37,6 +38,7 @@ class EngineLimits:
     busy_chunk_size: int = 64  # the same while others decode, so that their tokens keep coming
     slow_reader_s: float = 30.0
     ageing_s: float = 10.0
+    prefix_cache_bytes: int = 64 << 20
 
 
 class EngineLoop:
@@ -72,6 +74,7 @@ class EngineLoop:
         self._generations: dict[str, Generation] = {}
         self._prefilling: deque[Request] = deque()
         self._decoding: list[Request] = []
+        self._prefixes = PrefixCache(limits.prefix_cache_bytes)
         self._failures_in_a_row = 0
         self._stopping = False
         self._draining = False
@@ -213,11 +216,27 @@ class EngineLoop:
                 return
             request.advance(RequestState.PREFILL)
             request.times.admitted = now
-            request.stream = self.backend.open_stream()
+            self._open(request)
             self._generations[request.spec.request_id] = Generation(request, self._eos, self._tokens)
             self._prefilling.append(request)
             self.metrics.queue_wait.observe(now - request.times.submitted)
-            request.sink.put(Admitted(now - request.times.submitted, cached_tokens=0))
+            request.sink.put(Admitted(now - request.times.submitted, request.num_cached))
+
+    def _open(self, request: Request) -> None:
+        """Opens the request's stream, from a kept state where one fits."""
+        spec = request.spec
+        # Prompt scores need every position's logits: nothing can be skipped.
+        kept = self._prefixes.find(spec.key_id, spec.prompt) if spec.prompt_scores is None else None
+        request.stream = self.backend.open_stream(kept.snapshot if kept is not None else None)
+        request.num_cached = request.num_prefilled = len(kept.tokens) if kept is not None else 0
+        self.metrics.cached_tokens.inc(request.num_cached)
+
+    def _keep(self, request: Request, tokens: tuple[int, ...]) -> None:
+        """Keeps the state of the request's stream, which holds exactly `tokens`."""
+        if self._prefixes.wants(request.spec.key_id, tokens):
+            snapshot = self.backend.snapshot(_stream(request))
+            if snapshot is not None:
+                self._prefixes.keep(request.spec.key_id, tokens, snapshot)
 
     def _prefill_one_chunk(self) -> bool:
         """One chunk of the prompt whose turn it is; prompts take turns, so that a short one does not wait for a long one."""
@@ -227,7 +246,11 @@ class EngineLoop:
         self._prefilling.remove(request)
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
         start, prompt = request.num_prefilled, request.spec.prompt
-        chunk = prompt[start : start + size]
+        end = min(start + size, len(prompt))
+        # The last token goes alone: the state before it serves the same prompt again, and every longer one.
+        if start < len(prompt) - 1 < end and self._prefixes.wants(request.spec.key_id, prompt[:-1]):
+            end = len(prompt) - 1
+        chunk = prompt[start:end]
         generation = self._generations[request.spec.request_id]
         logits = self._forward([request], lambda: self.backend.prefill(_stream(request), chunk, all_logits=generation.wants_prompt_scores))
         if logits is None:
@@ -237,6 +260,8 @@ class EngineLoop:
         scored = generation.score_prompt(start, chunk, logits)
         request.sink.put(PrefillProgress(request.num_prefilled, len(prompt), scored))
         if request.num_prefilled < len(prompt):
+            if request.num_prefilled == len(prompt) - 1:
+                self._keep(request, prompt[:-1])
             self._prefilling.append(request)
             return True
         request.times.prefilled = self._clock()
@@ -287,11 +312,16 @@ class EngineLoop:
             # Only a grammar that outgrows its limits: the request's fault, and nobody else's.
             self._fail(request, error)
             return
+        except Exception as error:
+            log.exception("sampling failed", extra={"request_id": request.spec.request_id})
+            self._fail(request, EngineFailed(f"the engine failed while computing this request: {type(error).__name__}"))
+            return
         self.metrics.decode_tokens.inc()
         self.metrics.note_token(request, self._clock())
         for event in events:
             request.sink.put(event)
         if ending is not None:
+            self._keep(request, request.spec.prompt + tuple(request.output_ids[:-1]))
             self._end(request, RequestState.FINISHED, ending.reason, ending.stop_string, ending.stop_token_id)
 
     def _end(

@@ -15,7 +15,12 @@ from services.gpu_worker.request import FinishReason, Request, RequestState
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # Weight of a new reading in the moving average of the speed.
 _SPEED_WEIGHT = 0.1
-_VLLM_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+_VLLM_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.GRAMMAR_END: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+}
 _SPEED_INTERVAL_S = 0.25
 
 
@@ -37,6 +42,7 @@ class EngineMetrics:
         self.decode_tokens = Counter("glm53_decode_tokens", "Tokens sampled.", registry=r)
         self.decode_steps = Counter("glm53_decode_steps", "Decode passes.", registry=r)
         self.slow_readers = Counter("glm53_slow_readers", "Streams ended because nobody read them.", registry=r)
+        self.cached_tokens = Counter("glm53_cached_prompt_tokens", "Prompt tokens whose state was kept from earlier.", registry=r)
         self.queue_wait = Histogram("glm53_queue_wait_seconds", "Time in the queue.", buckets=_SECONDS, registry=r)
         self._first_token = Histogram(
             "glm53_time_to_first_token_seconds", "From submission to the first token.", buckets=_SECONDS, registry=r
@@ -107,6 +113,7 @@ class EngineMetrics:
             "requests_received": int(counter_value(self.requests_received)),
             "requests": self.outcomes(),
             "prefill_tokens": int(counter_value(self.prefill_tokens)),
+            "cached_prompt_tokens": int(counter_value(self.cached_tokens)),
             "decode_tokens": int(counter_value(self.decode_tokens)),
             "decode_steps": int(counter_value(self.decode_steps)),
             "slow_readers": int(counter_value(self.slow_readers)),

@@ -121,7 +121,7 @@ class FairQueue:
     def settle(self, request: Request) -> None:
         """Books the difference between what a request was expected to cost and what it did cost."""
         key = request.spec.key_id
-        extra = request.num_prefilled + request.num_generated - expected_tokens(request)
+        extra = request.num_prefilled - request.num_cached + request.num_generated - expected_tokens(request)
         line = self._lines.get(key)
         if line is not None:
             line.deficit = max(-MAX_BALANCE, line.deficit - extra)

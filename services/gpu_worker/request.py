@@ -215,7 +215,9 @@ class Request:
     stream: Stream | None = None
     num_prefilled: int = 0
     num_generated: int = 0
+    num_cached: int = 0  # prompt tokens whose state was kept from an earlier request; part of num_prefilled
     next_token: int | None = None  # sampled, not yet in the stream's state
+    output_ids: list[int] = field(default_factory=list)  # every sampled token
     finish_reason: FinishReason | None = None  # once the request ended with `Finished`
     cancelled: bool = False  # asked for from another thread; the engine acts on it between steps
 
@@ -244,7 +246,7 @@ class Request:
             reason,
             prompt_tokens=len(self.spec.prompt),
             completion_tokens=self.num_generated,
-            cached_tokens=0,
+            cached_tokens=self.num_cached,
             queue_s=admitted - times.submitted,
             prefill_s=prefilled - admitted,
             decode_s=now - prefilled,

@@ -56,6 +56,13 @@ class GpuWorkerSettings(ServiceSettings):
     stream_buffer_events: int = Field(
         256, validation_alias="GLM53_STREAM_BUFFER_EVENTS", ge=1, le=65_536, description="Events that may wait for one stream's reader."
     )
+    prefix_cache_mb: int = Field(
+        64,
+        validation_alias="GLM53_PREFIX_CACHE_MB",
+        ge=0,
+        le=1_000_000,
+        description="Memory for states of earlier prompts and answers, MiB; the next turn computes only what is new. 0: off.",
+    )
     backend_threads: int = Field(
         1,
         validation_alias="GLM53_BACKEND_THREADS",

@@ -166,6 +166,7 @@ class Worker:
             settings.chunk_size,
             busy_chunk_size=max(16, settings.chunk_size // 4),
             slow_reader_s=settings.slow_reader_s,
+            prefix_cache_bytes=settings.prefix_cache_mb << 20,
         )
         engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, EngineMetrics(model_name=facts.model_name))
         self._engine = engine

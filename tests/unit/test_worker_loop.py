@@ -37,8 +37,9 @@ TABLE = TokenTable([bytes([97 + i % 26]) for i in range(VOCAB)], frozenset({EOS}
 
 
 class FakeStream:
-    def __init__(self) -> None:
-        self.ids: list[int] = []
+    def __init__(self, ids: Sequence[int] = ()) -> None:
+        self.ids = list(ids)
+        self.num_bytes = 100
 
     @property
     def length(self) -> int:
@@ -52,6 +53,7 @@ class FakeBackend:
         self.info = BackendInfo(VOCAB, 1000, max_streams, "fake", "", "exact", "", "none", "", 0, 0, "none")
         self.open: list[FakeStream] = []
         self.passes: list[tuple[str, list[int]]] = []
+        self.fed = 0
         self.fail_next: list[BaseException] = []
         self.progress = 0
 
@@ -63,9 +65,12 @@ class FakeBackend:
     def memory_tokens(self) -> tuple[int, int]:
         return sum(s.length for s in self.open), 0
 
-    def open_stream(self) -> FakeStream:
-        self.open.append(FakeStream())
+    def open_stream(self, snapshot: Any = None) -> FakeStream:
+        self.open.append(FakeStream(snapshot.ids if snapshot is not None else ()))
         return self.open[-1]
+
+    def snapshot(self, stream: Any) -> FakeStream:
+        return FakeStream(stream.ids)
 
     def close_stream(self, stream: Any) -> None:
         self.open.remove(stream)
@@ -84,6 +89,7 @@ class FakeBackend:
         rows = []
         for stream, part in zip(streams, ids, strict=True):
             assert stream in self.open
+            self.fed += len(part)
             stream.ids += part
             rows += [self._row(token) for token in (part if all_logits else part[-1:])]
         return np.stack(rows)
@@ -387,3 +393,70 @@ def test_duplicate_ids_are_refused_only_while_live() -> None:
     bench.run()
     bench.submit("same")
     bench.run()
+
+
+def test_the_next_turn_computes_only_what_is_new() -> None:
+    """A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, starts from the kept state and says so."""
+    bench = Bench()
+    first = [i % 40 for i in range(60)]
+    _, reader = bench.submit("first", prompt=first, max_tokens=4)
+    bench.run()
+    for name, prompt, cached in (
+        ("again", first, 59),
+        ("longer", [*first, 7, 8, 9], 60),  # "again" ended right after its prompt
+        ("with the answer", [*first, *reader.ids, 5, 6], 63),
+        ("other", [3, *first], 0),
+    ):
+        before = bench.backend.fed
+        _, other = bench.submit(name, prompt=prompt, max_tokens=1)
+        bench.run()
+        assert isinstance(other.events[0], Admitted)
+        assert isinstance(other.end, Finished)
+        assert other.events[0].cached_tokens == other.end.cached_tokens == cached, name
+        assert bench.backend.fed - before == len(prompt) - cached
+        assert other.ids == [(prompt[-1] + 1) % VOCAB]
+        assert other.end.prompt_tokens == len(prompt)
+
+
+def test_keys_do_not_share_states() -> None:
+    """Another key's identical prompt is computed in full."""
+    bench = Bench()
+    for key, cached in (("a", 0), ("b", 0), ("a", 59)):
+        _, reader = bench.submit("r", prompt=[i % 40 for i in range(60)], key=key, max_tokens=1)
+        bench.run()
+        assert isinstance(reader.end, Finished)
+        assert reader.end.cached_tokens == cached
+
+
+def test_kept_states_are_bounded() -> None:
+    """The longest unused states make room; without memory nothing is kept."""
+    bench = Bench(prefix_cache_bytes=350)
+    prompts = [[n] + [i % 40 for i in range(59)] for n in range(3)]
+    for i, prompt in enumerate(prompts):
+        bench.submit(f"r{i}", prompt=prompt, max_tokens=1)
+        bench.run()
+    cached = []
+    for i in (2, 0):
+        _, reader = bench.submit(f"again{i}", prompt=prompts[i], max_tokens=1)
+        bench.run()
+        assert isinstance(reader.end, Finished)
+        cached.append(reader.end.cached_tokens)
+    assert cached == [59, 0]
+    off = Bench(prefix_cache_bytes=0)
+    for name in ("one", "two"):
+        _, reader = off.submit(name, prompt=prompts[0], max_tokens=1)
+        off.run()
+        assert isinstance(reader.end, Finished)
+        assert reader.end.cached_tokens == 0
+
+
+def test_scored_prompts_are_computed_in_full() -> None:
+    """A request that wants scores of its prompt gets them all, whatever is kept."""
+    bench = Bench()
+    prompt = [i % 40 for i in range(60)]
+    bench.submit("first", prompt=prompt, max_tokens=1)
+    bench.run()
+    _, reader = bench.submit("scored", prompt=prompt, max_tokens=0, scores=PromptScores(1, 0))
+    bench.run()
+    scored = [token for event in reader.events if isinstance(event, PrefillProgress) for token in event.prompt_tokens]
+    assert len(scored) == 60

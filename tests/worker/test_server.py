@@ -85,6 +85,21 @@ def test_ragged_requests_together_answer_as_alone(worker: RunningWorker) -> None
         assert [t.logprob for t in one.tokens] == [t.logprob for t in other.tokens]
 
 
+def test_the_next_turn_of_a_conversation_reuses_the_state(worker: RunningWorker) -> None:
+    """The next turn reports the cached tokens and answers with the bits of a computation from scratch."""
+    rng = np.random.default_rng(21)
+    first = rng.integers(0, 2500, 300).tolist()
+    answer = worker.generate(first, max_tokens=12, logprobs=0, key_id="alice")
+    assert answer.finished.cached_tokens == 0
+    turn = [*first, *answer.ids, *rng.integers(0, 2500, 20).tolist()]
+    warm = worker.generate(turn, max_tokens=12, logprobs=0, key_id="alice")
+    cold = worker.generate(turn, max_tokens=12, logprobs=0, key_id="bob")
+    assert warm.finished.cached_tokens == len(first) + 11
+    assert next(event.admitted for event in warm.events if event.HasField("admitted")).cached_tokens == len(first) + 11
+    assert cold.finished.cached_tokens == 0
+    assert [(t.id, t.logprob) for t in warm.tokens] == [(t.id, t.logprob) for t in cold.tokens]
+
+
 def test_seed_fixes_the_draw_whoever_else_runs(worker: RunningWorker) -> None:
     """The same seed draws the same tokens alone and among others; another seed draws others."""
     sampled = {"temperature": 1.0, "max_tokens": 24, "top_p": 0.95}

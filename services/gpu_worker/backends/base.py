@@ -53,6 +53,15 @@ class Stream(Protocol):
         ...
 
 
+class Snapshot(Protocol):
+    """A stream's state at one moment, from which streams can be opened."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes."""
+        ...
+
+
 class Backend(Protocol):
     """Computes next-token logits for streams. All methods but `progress`, `stats` and `verify` are called from the engine's thread only."""
 
@@ -73,12 +82,16 @@ class Backend(Protocol):
         """(tokens of context in use, tokens reserved) over all open streams."""
         ...
 
-    def open_stream(self) -> Stream:
-        """Opens an empty stream.
+    def open_stream(self, snapshot: Snapshot | None = None) -> Stream:
+        """Opens an empty stream, or one that continues a snapshot.
 
         Raises:
             RuntimeError: none is free; the engine asks `streams_free` first.
         """
+        ...
+
+    def snapshot(self, stream: Stream) -> Snapshot | None:
+        """A copy of the stream's state, or None when this backend has no use for it."""
         ...
 
     def close_stream(self, stream: Stream) -> None:

@@ -21,7 +21,7 @@ from kernels.python.region import Region
 from kernels.python.tier import TierEngine
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import cpu_arena, cpu_weights
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Stream, VerifyReport
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
 from services.gpu_worker.backends.cpu_state import StateShape, StreamState
 from services.gpu_worker.checkpoint import Checkpoint
@@ -86,13 +86,17 @@ class CpuBackend:
         streams = self._open.values()
         return sum(s.length for s in streams), sum(s.capacity for s in streams)
 
-    def open_stream(self) -> StreamState:
-        """Opens an empty stream."""
+    def open_stream(self, snapshot: Snapshot | None = None) -> StreamState:
+        """Opens an empty stream, or one that continues a snapshot."""
         if self.streams_free <= 0:
             raise RuntimeError(f"all {self.info.max_streams} streams are open")
-        state = StreamState(self._shape)
+        state = StreamState(self._shape) if snapshot is None else cast("StreamState", snapshot).copy()
         self._open[id(state)] = state
         return state
+
+    def snapshot(self, stream: Stream) -> StreamState:
+        """A copy of the stream's state."""
+        return cast("StreamState", stream).copy()
 
     def close_stream(self, stream: Stream) -> None:
         """Gives the stream's memory back."""

@@ -56,6 +56,17 @@ class StreamState:
         """Bytes of memory that the stream holds."""
         return self.conv.nbytes + self.recurrent.nbytes + self.latents.nbytes
 
+    def copy(self) -> StreamState:
+        """The same state in memory of its own, no larger than it needs."""
+        twin = StreamState(self.shape)
+        twin.reserve(self.length)
+        twin.length = self.length
+        twin.conv[:] = self.conv
+        twin.recurrent[:] = self.recurrent
+        used = self.length * self.shape.latent
+        twin.latents[:, :used] = self.latents[:, :used]
+        return twin
+
     def reserve(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` more tokens.
 
