@@ -14,7 +14,20 @@ import pytest
 
 from kernels.python.expert import variants
 from kernels.python.tier import TierEngine
-from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Oracle, Stage, bits_equal, cpu_expert, forward, random_batch, stage
+from tests.tier.harness import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    TOP_K,
+    Oracle,
+    Stage,
+    bits_equal,
+    cpu_expert,
+    forward,
+    random_batch,
+    stage,
+    wait_until,
+)
 
 RECORDS = LAYERS * EXPERTS
 
@@ -281,6 +294,11 @@ def test_heat_survives_a_restart(shm_dir: pathlib.Path, tmp_path: pathlib.Path) 
             forward(engine, batch)
             assert engine.stats()["admissions"] == 0
         assert heat_file.stat().st_size > 0
+        heat_file.unlink()
+        with made.engine(mode="exact", heat_file=str(heat_file), heat_period_s=1) as engine:
+            forward(engine, batch)
+            assert wait_until(heat_file.exists), "heat is saved while running, too"
+            assert wait_until(lambda: engine.stats()["heat_saves"] > 0)
         with made.engine(mode="exact", num_slots=4, admit_after=2, heat_file=str(heat_file)) as engine:
             forward(engine, batch)
             assert engine.stats()["admissions"] == TOP_K
