@@ -48,8 +48,8 @@ extern "C" {
 
 /* Bumped by hand when the meaning of a field changes; a change of layout alone is caught by layout_hash. */
 #define ABI_VERSION 1u
-#define ABI_ARENA_MAGIC UINT64_C(0x616e657261353347) /* "G35arena" read as little endian */
-#define ABI_CTL_MAGIC UINT64_C(0x306c746361353347)   /* "G35actl0" */
+#define ABI_ARENA_MAGIC UINT64_C(0x616e657261333547) /* "G53arena" read as little endian */
+#define ABI_CTL_MAGIC UINT64_C(0x6c6f72746e333547)   /* "G53ntrol" */
 #define ABI_LINE 64u                                 /* one control word per cache line: no false sharing between two writers */
 #define ABI_PAGE 4096u
 #define ABI_MAX_LAYERS 128u
@@ -141,20 +141,21 @@ enum AbiStatus {
  *   S1  sees job_head >= s; copies the descriptor to private memory, checks seq, epoch and every index of the copy (CLAIMED)
  *   S2  checks the generations, evaluates the records in place, writes the rows of b, checks the generations again (COMPUTED)
  *   S3  fills done[r], seq last (release); job_tail = s (PUBLISHED); done_bell
- *   W4  sees done[r].seq == s (acquire) and done[r].epoch == e and its own epoch still e: the rows of b are whole. It tells its consumer to
- * read b W5  the consumer's pass is over: b is free again Before each of S1, S2, S3 the server looks at abort_epoch; if the job's epoch has
- * ended it goes to the acknowledgement instead.
+ *   W4  sees done[r].seq == s (acquire) and done[r].epoch == e, e still being its own epoch: the rows of b are whole and may be read
+ *   W5  the consumer's pass is over: b is free again
+ * Before each of S1, S2, S3 the server looks at abort_epoch; if the job's epoch has ended it goes to the acknowledgement instead.
  *
  * Why reuse is safe
  * - Entry r is rewritten (job s + ring_len) only when job_tail >= s: the server has left entry r and its done entry (S3 precedes).
  * - Buffer b is rewritten only after W5, hence after W4, hence after S2.
- * - An abandoned job is one for which W4 never came. W sets abort_epoch = e, computes the job's picks itself into memory of its own, and
- * sets epoch = e + 1. From then on no job is published until ack_epoch == e + 1 (W1), so every entry and every buffer of epoch e stays as
- *   it is: quarantined. The server, whenever it wakes and wherever it stood, may still write rows and a done entry of epoch e: nobody reads
- *   them (W4 compares the epoch). When it next looks at `epoch` it takes job_head as its new position and then stores ack_epoch (release),
- * which orders all its earlier stores before anything that W writes afterwards.
- * - A server that died takes part in nothing. Its successor can attach only when it is dead (it held a lock on the file), takes the
- * position job_head, acknowledges the epoch and then shows a new server_id; W treats a new server_id while a job is open as an abort.
+ * - An abandoned job is one for which W4 never came. W sets abort_epoch = e and epoch = e + 1, and computes the job's picks itself into
+ *   memory of its own. From then on no job is published until ack_epoch == e + 1 (W1), so every entry and every buffer of an open job of
+ *   epoch e stays as it is: quarantined. The server, whenever it wakes and wherever it stood, may still write rows and a done entry of
+ *   epoch e: nobody reads them (W4 compares the epoch). When it next looks at `epoch` it takes job_head as its new position and then
+ *   stores ack_epoch (release), which orders all its earlier stores before anything that W writes afterwards.
+ * - A server that died takes part in nothing. (W sees that the lock on the file is free, which is quicker than a missed heartbeat.) Its
+ *   successor can attach only when it is dead, takes the position job_head, acknowledges the epoch and then shows a new server_id; W
+ *   treats a new server_id as an abort.
  */
 #define ABI_CTL_HEADER_FIELDS(FIELD, ARRAY)                                                                 \
   FIELD(uint64_t, magic)                                                                                    \

@@ -57,6 +57,11 @@ bool InProcessBackend::collect(ColdResult* result) {
 ShmBackend::ShmBackend(const Arena& arena, Region& region, uint64_t heartbeat_timeout_ns, uint64_t job_timeout_ns, int64_t spin_ns)
     : arena_(arena), lane_(region, heartbeat_timeout_ns, job_timeout_ns), spin_ns_(spin_ns) {}
 
+bool ShmBackend::watch(uint64_t now_ns) {
+  lane_.check_lease(now_ns);
+  return lane_.tick(now_ns);
+}
+
 bool ShmBackend::submit(const StepRequest& request, const StepPlan& plan) {
   job_.layer = request.layer;
   job_.num_rows = request.rows;
@@ -96,7 +101,9 @@ bool ShmBackend::collect(ColdResult* result) {
       case LaneClient::Poll::kPending:
         break;
     }
-    if (!spinner.spin()) lane_.wait(seen, kCollectSliceNs);
+    if (spinner.spin()) continue;
+    lane_.wait(seen, kCollectSliceNs);
+    lane_.check_lease(abi_now_ns());
   }
 }
 

@@ -25,6 +25,8 @@ class ExpertBackend {
   virtual const char* name() const = 0;
   // Looks at the peer; true while jobs may be submitted.
   virtual bool tick(uint64_t now_ns) = 0;
+  // The same with a closer look, for moments when nobody waits.
+  virtual bool watch(uint64_t now_ns) { return tick(now_ns); }
   virtual LaneLimits limits() const = 0;
   // Starts the plan's CPU entries. False: nothing was started.
   virtual bool submit(const StepRequest& request, const StepPlan& plan) = 0;
@@ -65,6 +67,7 @@ class ShmBackend final : public ExpertBackend {
   ShmBackend(const Arena& arena, Region& region, uint64_t heartbeat_timeout_ns, uint64_t job_timeout_ns, int64_t spin_ns);
   const char* name() const override { return "shm"; }
   bool tick(uint64_t now_ns) override { return lane_.tick(now_ns); }
+  bool watch(uint64_t now_ns) override;
   LaneLimits limits() const override { return {true, lane_.max_rows(), lane_.max_picks(), lane_.max_picks()}; }
   bool submit(const StepRequest& request, const StepPlan& plan) override;
   bool collect(ColdResult* result) override;

@@ -65,6 +65,7 @@ void Controller::run() {
       ++next;
     } else {
       const std::lock_guard<std::mutex> lock(serve_mutex_);
+      if (cpu_lane_) backend_->watch(abi_now_ns());
       look_at_lane();
     }
   }

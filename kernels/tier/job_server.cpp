@@ -58,6 +58,7 @@ JobServer::~JobServer() {
     abi_store(&words_.server_state, ABI_SERVER_DRAINED);
     ring(&words_.done_bell, words_.worker_asleep);
   }
+  region_->end_lease();
   if (pool_ != nullptr) moe_pool_destroy(pool_);
 }
 

@@ -21,6 +21,8 @@ const char* down_reason_name(DownReason reason) {
       return "cpu_expert drained";
     case DownReason::kAborted:
       return "aborted";
+    case DownReason::kServerDied:
+      return "cpu_expert died";
   }
   return "unknown";
 }
@@ -61,6 +63,10 @@ bool LaneClient::tick(uint64_t now_ns) {
   since_ns_ = now_ns;
   ++counters_.ups;
   return true;
+}
+
+void LaneClient::check_lease(uint64_t now_ns) {
+  if (up_ && region_.lease_is_free()) abort(DownReason::kServerDied, now_ns);
 }
 
 void LaneClient::abort(DownReason reason, uint64_t now_ns) {

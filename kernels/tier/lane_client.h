@@ -11,7 +11,16 @@
 namespace glm53 {
 
 // Why the lane is off. Values are part of the statistics.
-enum class DownReason : uint32_t { kNone = 0, kNeverAttached, kHeartbeatLost, kJobTimeout, kServerRestarted, kDrained, kAborted };
+enum class DownReason : uint32_t {
+  kNone = 0,
+  kNeverAttached,
+  kHeartbeatLost,
+  kJobTimeout,
+  kServerRestarted,
+  kDrained,
+  kAborted,
+  kServerDied
+};
 const char* down_reason_name(DownReason reason);
 
 // The picks of one layer step that one job carries. Expert i owns picks [first_pick, first_pick + num_picks) of rows / outs.
@@ -41,6 +50,8 @@ class LaneClient {
 
   // Looks at the server's words and moves the lane up or down. Returns up().
   bool tick(uint64_t now_ns);
+  // A system call more than tick(): a server that was killed is noticed by its lease, long before its heartbeat is missed.
+  void check_lease(uint64_t now_ns);
   bool up() const { return up_; }
   DownReason reason() const { return reason_; }
   uint64_t since_ns() const { return since_ns_; }

@@ -148,6 +148,8 @@ bool Mapping::try_lock() {
   throw_errno("cannot lock " + path_);
 }
 
+void Mapping::unlock() { flock(fd_, LOCK_UN); }
+
 void Mapping::publish() {
   if (temporary_.empty()) return;
   if (rename(temporary_.c_str(), path_.c_str()) != 0) throw_errno("cannot rename " + temporary_);

@@ -25,6 +25,7 @@ class Mapping {
 
   // Takes the file's exclusive lock, which the kernel gives back when this process dies. False: another process holds it.
   bool try_lock();
+  void unlock();
   // Renames the temporary name to `path`, over whatever is there.
   void publish();
   // True while `path` names this very file.

@@ -58,6 +58,17 @@ std::unique_ptr<Region> Region::attach(const std::string& path, uint64_t generat
   return region;
 }
 
+void Region::end_lease() {
+  if (leased_) mapping_.unlock();
+  leased_ = false;
+}
+
+bool Region::lease_is_free() {
+  if (leased_ || !mapping_.try_lock()) return false;
+  mapping_.unlock();
+  return true;
+}
+
 void Region::unlink() {
   if (!owner_) throw Error(GLM53_INVALID, format("only the creator of a region may unlink it, and %s is attached", path().c_str()));
   abi_store(&header_->quit, 1);

@@ -19,7 +19,10 @@ class Region {
   const std::string& path() const { return mapping_.path(); }
   bool current() const { return mapping_.current(); }
   // The server's lease: at most one live cpu_expert serves a region.
-  bool try_lease() { return mapping_.try_lock(); }
+  bool try_lease() { return leased_ = mapping_.try_lock(); }
+  void end_lease();
+  // True when no live process has the lease: the kernel takes it from a process that dies, however it dies.
+  bool lease_is_free();
   void unlink();
 
   AbiJob* job(uint64_t seq) const { return reinterpret_cast<AbiJob*>(base() + header_->jobs_offset + entry(seq) * header_->job_stride); }
@@ -40,6 +43,7 @@ class Region {
 
   Mapping mapping_;
   bool owner_;
+  bool leased_ = false;  // by this very object
   AbiCtlHeader* header_;
 };
 

@@ -57,6 +57,7 @@ def test_a_killed_server_costs_no_bit_and_the_next_one_is_used(made: Stage, seed
             assert wait_until(lambda: engine.stats()["cpu_expert_bytes"] > 0)
             first.kill()
             assert wait_until(lambda: engine.stats()["lane"]["state"] == "DOWN")
+            assert engine.stats()["lane"]["reason"] == "cpu_expert died"
             steps = background.steps
             assert wait_until(lambda: background.steps > steps + 20), "requests must go on without the lane"
         served = engine.stats()["cpu_expert_bytes"]
@@ -67,6 +68,18 @@ def test_a_killed_server_costs_no_bit_and_the_next_one_is_used(made: Stage, seed
         stats = engine.stats()
         assert stats["lane"]["ups"] >= 2
         assert stats["aborts"] >= 1
+
+
+def test_a_killed_server_is_noticed_without_its_deadlines(made: Stage) -> None:
+    """The kernel gives a dead process's lease back: a kill does not cost the step a missed heartbeat or a job deadline."""
+    oracle = Oracle(made.arena)
+    with made.engine(num_slots=0, ct_timeout_ms=60_000, heartbeat_timeout_ms=60_000) as engine, cpu_expert(made) as server:
+        assert engine.wait_lane(20)
+        background = Background(engine, oracle, 9)
+        assert wait_until(lambda: engine.stats()["cpu_expert_bytes"] > 0)
+        server.kill()
+        assert wait_until(lambda: not engine.lane_up), "only the lease can have told"
+        background.join()
 
 
 def test_a_stopped_server_is_left_alone_and_welcomed_back(made: Stage) -> None:
