@@ -17,6 +17,8 @@ import grpc
 import psutil
 import pytest
 
+from services.common import errors
+from services.common.grpc_status import error_of
 from services.common.lifecycle import ExitCode
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -191,6 +193,17 @@ def test_a_wedged_engine_ends_the_process(launch: Callable[..., WorkerProcess], 
             pass
     assert worker.exit_code() == 1
     assert "nothing moved for" in worker.log.read_text()
+
+
+def test_a_lost_backend_ends_the_process(launch: Callable[..., WorkerProcess], checkpoint_dir: pathlib.Path) -> None:
+    """When the backend is lost the stream ends with an error that says so, and the process ends with a code that means "start me again"."""
+    worker = launch(checkpoint_dir, module="tests.worker.lost_worker")
+    worker.wait_ready()
+    with pytest.raises(grpc.RpcError) as caught:
+        list(worker.start("r", 100))
+    assert isinstance(error_of(caught.value), errors.NotReady)
+    assert worker.exit_code() == 1
+    assert "the device fell off" in worker.log.read_text()
 
 
 def test_a_suspended_process_is_not_taken_for_a_wedged_one(launch: Callable[..., WorkerProcess], checkpoint_dir: pathlib.Path) -> None:
