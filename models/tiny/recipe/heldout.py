@@ -28,6 +28,7 @@ def item_of(conversation: Conversation, used: list[tuple[str, str]], identity: s
     item: dict[str, Any] = {
         "id": identity,
         "kind": conversation.kind,
+        "phrasing": "new" if conversation.new_phrasing else "seen",
         "thinking": conversation.thinking,
         "messages": messages,
         "expected": {"tool_calls": calls} if calls else {"content": answer["content"]},

@@ -65,6 +65,8 @@ class Conversation:
     tools: list[Tool]
     thinking: bool
     options: dict[str, Any] = field(default_factory=dict)
+    new_phrasing: bool = False
+    """Whether the last exchange is worded in a way that training never uses."""
 
 
 def _pick_kind(draw: Draw) -> str:
@@ -76,6 +78,7 @@ def compose(draw: Draw, kind: str | None = None) -> Conversation:
     """Compose one conversation whose last exchange is of `kind` (any kind by weight if None)."""
     last_kind = kind or _pick_kind(draw)
     final = GENERATORS[last_kind][1](draw)
+    new_phrasing = any(value_kind == "phrase" for value_kind, _ in draw.used)
     before = [] if final.system else _fillers(draw, draw.rng.choices([0, 1, 2, 3, 8], [0.62, 0.2, 0.11, 0.05, 0.02])[0])
     tools = list(final.tools)
     messages: list[Message] = []
@@ -109,7 +112,7 @@ def compose(draw: Draw, kind: str | None = None) -> Conversation:
     options: dict[str, Any] = {}
     if draw.chance(0.35):
         options["reasoning_effort"] = draw.one(["low", "high", "medium"])
-    return Conversation(final.kind, messages, tools, _show_reasoning(draw, messages), options)
+    return Conversation(final.kind, messages, tools, _show_reasoning(draw, messages), options, new_phrasing)
 
 
 def _fillers(draw: Draw, count: int) -> list[Exchange]:

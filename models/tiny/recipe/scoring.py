@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from typing import Any
 
 Call = dict[str, Any]
@@ -70,26 +69,39 @@ def judge(item: dict[str, Any], text: str) -> tuple[bool, bool]:
     return content == expected["content"] and not calls, good
 
 
-def summarize(items: list[dict[str, Any]], outputs: list[str]) -> dict[str, Any]:
-    """Scores in percent: exact overall, per kind, and exact and well-formed of tool calls and JSON together."""
-    by_kind: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
-    for item, text in zip(items, outputs, strict=True):
-        by_kind[item["kind"]].append(judge(item, text))
+Judgement = tuple[bool, bool]
+"""(exact, well formed) of one item."""
 
-    def percent(values: list[bool]) -> float:
-        return round(100.0 * sum(values) / max(1, len(values)), 2)
 
-    every = [v for values in by_kind.values() for v in values]
-    structured = [v for kind, values in by_kind.items() if kind in STRUCTURED for v in values]
+def _percent(values: list[bool]) -> float:
+    return round(100.0 * sum(values) / max(1, len(values)), 2)
+
+
+def _part(judgements: list[Judgement]) -> dict[str, Any]:
+    return {
+        "items": len(judgements),
+        "exact_pct": _percent([exact for exact, _ in judgements]),
+        "well_formed_pct": _percent([good for _, good in judgements]),
+    }
+
+
+def summarize(items: list[dict[str, Any]], judgements: list[Judgement]) -> dict[str, Any]:
+    """Scores in percent: exact overall, by kind, and of tool calls and JSON ("structured") by phrasing.
+
+    Every value is new to the model. An item's phrasing is "new" when the wording of its last question is too.
+    """
+    pairs = list(zip(items, judgements, strict=True))
+    kinds = sorted({item["kind"] for item in items})
+    structured = [(item, j) for item, j in pairs if item["kind"] in STRUCTURED]
     return {
         "items": len(items),
-        "exact_pct": percent([e for e, _ in every]),
-        "structured_exact_pct": percent([e for e, _ in structured]),
-        "structured_well_formed_pct": percent([w for _, w in structured]),
-        "kinds": {
-            kind: {"items": len(v), "exact_pct": percent([e for e, _ in v]), "well_formed_pct": percent([w for _, w in v])}
-            for kind, v in sorted(by_kind.items())
+        "exact_pct": _percent([exact for exact, _ in judgements]),
+        "structured": {
+            "all": _part([j for _, j in structured]),
+            **{f"{p}_phrasing": _part([j for i, j in structured if i["phrasing"] == p]) for p in ("seen", "new")},
         },
+        "phrasing": {p: _part([j for i, j in pairs if i["phrasing"] == p]) for p in ("seen", "new")},
+        "kinds": {kind: _part([j for i, j in pairs if i["kind"] == kind]) for kind in kinds},
     }
 
 
