@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from cli import keys
 from cli.serve import Supervisor, print_settings
 from cli.settings import ServeSettings
 from services.common.errors import Glm53Error
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run gateway, gpu_worker and cpu_expert on this machine")
     for flags, name, text in SERVE_FLAGS:
         serve.add_argument(*flags, dest=name, default=None, help=f"{text} [{name}]")
+    keys.add_parser(commands)
     return parser
 
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     configure_logging("glm53")
     try:
-        return serve(args)
+        return keys.run(args) if args.command == "keys" else serve(args)
     except Glm53Error as error:
         log.error("%s", error.message)
         return ExitCode.CONFIG

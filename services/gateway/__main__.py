@@ -34,7 +34,11 @@ def main() -> int:
 
 async def _serve(settings: GatewaySettings) -> int:
     worker = GrpcWorkerClient(settings.worker_address, settings.connect_timeout_s)
-    server = GatewayServer(create_app(settings, worker), settings)
+    try:
+        server = GatewayServer(create_app(settings, worker), settings)
+    except ConfigError as error:
+        log.error("%s", error.message)
+        return ExitCode.CONFIG
     try:
         await server.serve()
     except SystemExit:

@@ -5,47 +5,84 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from services.common.errors import Glm53Error, InvalidRequest
+from services.common.errors import ConfigError, Glm53Error, InvalidRequest
 from services.gateway import errors, routes
+from services.gateway.access.admission import AccessPolicy
+from services.gateway.access.control import AccessControl
+from services.gateway.access.keyring import KeyRing
+from services.gateway.access.limits import Counters, LocalCounters
+from services.gateway.access.metered import MeteredClient
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
 from services.gateway.services import Services
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared.counters import FallbackCounters, RedisCounters
+from services.gateway.shared.link import RedisLink
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch, stop
 
 log = logging.getLogger(__name__)
 
+_LIMIT_HEADERS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 
-def create_app(settings: GatewaySettings, worker: WorkerClient) -> FastAPI:
+
+def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None = None) -> FastAPI:
     """The gateway.
 
     Args:
         settings: the gateway's settings.
         worker: the worker; closed with the app.
+        link: the way to Redis; made from the settings when None. Closed with the app.
+
+    Raises:
+        ConfigError: the key file or the Redis URL cannot be used.
     """
-    services = Services(settings, worker, WorkerWatch(worker), Traffic(), GatewayMetrics())
+    services = _services(settings, worker, link or _link(settings))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watch.run())
+        running = [asyncio.create_task(work) for work in _background(services)]
         try:
             yield
         finally:
-            await stop(watching)
+            for task in running:
+                await stop(task)
+            await services.access.settled()
             await worker.close()
+            if services.link is not None:
+                await services.link.close()
 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     app.include_router(routes.router)
+    # The last one added is the first one asked.
+    app.add_middleware(
+        AccessControl,
+        keys=services.keys,
+        policy=services.access,
+        max_header_bytes=settings.max_header_bytes,
+        metrics=services.metrics,
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in settings.cors_origins.split(",")],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms", *_LIMIT_HEADERS],
+            max_age=600,
+        )
     app.add_middleware(RequestScope, traffic=services.traffic, metrics=services.metrics)
     app.add_exception_handler(Glm53Error, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -53,8 +90,43 @@ def create_app(settings: GatewaySettings, worker: WorkerClient) -> FastAPI:
     return app
 
 
-async def _on_error(_request: Request, error: Exception) -> Response:
+def _link(settings: GatewaySettings) -> RedisLink | None:
+    url = settings.redis_url.get_secret_value()
+    if not url:
+        return None
+    try:
+        return RedisLink.connect(url, settings.redis_timeout_ms / 1000)
+    except ValueError as error:
+        raise ConfigError(f"GLM53_REDIS_URL: {error}", param="GLM53_REDIS_URL") from None
+
+
+def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None) -> Services:
+    keys = KeyRing(Path(settings.api_keys_file)) if settings.api_keys_file else None
+    counters: Counters = LocalCounters()
+    if link is not None:
+        counters = FallbackCounters(RedisCounters(link), LocalCounters(1 / settings.replicas))
+    client = MeteredClient(worker)
+    return Services(
+        settings, client, WorkerWatch(client), Traffic(), GatewayMetrics(), access=AccessPolicy(counters, link), keys=keys, link=link
+    )
+
+
+def _background(services: Services) -> list[Coroutine[Any, Any, None]]:
+    """What runs as long as the app."""
+    work = [services.watch.run()]
+    if services.keys is not None:
+        work.append(services.keys.run())
+    if services.link is not None:
+        work.append(services.link.watch())
+    if isinstance(services.access.counters, FallbackCounters):
+        work.append(services.access.counters.run())
+    return work
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, Glm53Error)
+    if isinstance(error, errors.RateLimited | errors.PermissionDenied):
+        request.app.state.services.metrics.refusals.labels(error.code).inc()
     if errors.http_of(error).status >= 500:
         log.warning("%s: %s", type(error).__name__, error.message)
     return errors.response_of(error)

@@ -69,6 +69,36 @@ class ShuttingDown(errors.NotReady):
     code = "shutting_down"
 
 
+class AuthenticationFailed(errors.InvalidRequest):
+    """No API key, or one that this server does not know."""
+
+    code = "invalid_api_key"
+
+
+class PermissionDenied(errors.InvalidRequest):
+    """The key is known and may not do this."""
+
+    code = "permission_denied"
+
+
+class ModelNotAllowed(PermissionDenied):
+    """The key may not use this model."""
+
+    code = "model_not_allowed"
+
+
+class HeadersTooLarge(errors.InvalidRequest):
+    """The request's headers are larger than the configured limit."""
+
+    code = "headers_too_large"
+
+
+class RateLimited(errors.Glm53Error):
+    """The key has used up one of its limits; `retry_after_s` None means that the request is larger than the limit itself."""
+
+    code = "rate_limit_exceeded"
+
+
 @dataclass(frozen=True)
 class HttpError:
     """How one class of errors looks over HTTP."""
@@ -86,6 +116,10 @@ HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
     errors.UnknownModel: HttpError(404, INVALID),
     UnknownRoute: HttpError(404, INVALID),
     MethodNotAllowed: HttpError(405, INVALID),
+    AuthenticationFailed: HttpError(401, "authentication_error"),
+    PermissionDenied: HttpError(403, "permission_error"),
+    HeadersTooLarge: HttpError(431, INVALID, should_retry=False),
+    RateLimited: HttpError(429, "rate_limit_error"),
     RequestTooLarge: HttpError(413, INVALID),
     errors.InvalidRequest: HttpError(400, INVALID),
     errors.Cancelled: HttpError(499, INVALID, should_retry=False),
@@ -97,6 +131,7 @@ HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
 
 # Statuses of which HTTP clients know that waiting helps.
 _DEFAULT_RETRY_AFTER_S = {503: 1.0}
+_RETRIED = frozenset({429, 503})
 
 
 def http_of(error: errors.Glm53Error) -> HttpError:
@@ -122,9 +157,10 @@ def headers_of(error: errors.Glm53Error) -> dict[str, str]:
     row = http_of(error)
     headers = {}
     wait_s = error.retry_after_s if error.retry_after_s is not None else _DEFAULT_RETRY_AFTER_S.get(row.status)
-    if row.status in _DEFAULT_RETRY_AFTER_S and wait_s is not None:
+    if row.status in _RETRIED and wait_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
-    if row.should_retry is not None:
-        headers["x-should-retry"] = str(row.should_retry).lower()
+    should_retry = False if row.status == 429 and wait_s is None else row.should_retry
+    if should_retry is not None:
+        headers["x-should-retry"] = str(should_retry).lower()
     return headers

@@ -35,10 +35,13 @@ class GatewayMetrics:
         self.stream_errors = counter("stream_errors", "Streams that ended with an error event.", "code")
         self.rejected_calls = counter("undeclared_tool_calls", "Calls of undeclared tools passed on as text.")
         self.unclosed_reasoning = counter("unclosed_reasoning", "Answers that ended inside their reasoning.")
+        self.refusals = counter("refusals", "Requests refused at the door or by a key's limit.", "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens of finished generations.")
         self.in_flight = Gauge("glm53_gateway_requests_in_flight", "POST requests that are being answered.", registry=self.registry)
         self.worker_up = Gauge("glm53_gateway_worker_up", "1 while the worker takes requests.", registry=self.registry)
+        self.shared_up = Gauge("glm53_gateway_shared_state_up", "1 while Redis answers, or none is configured.", registry=self.registry)
+        self.shared_up.set(1)
         self.first_token_s = histogram("time_to_first_token_seconds", "From the request to its first token.")
         self.duration_s = histogram("generation_seconds", "From the request to the end of its generation.")
 

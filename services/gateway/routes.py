@@ -11,8 +11,10 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import Glm53Error, UnknownModel
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat, completions
+from services.gateway.access.keys import ApiKey
 from services.gateway.answers import Answer
 from services.gateway.body import read_json_object
+from services.gateway.errors import ModelNotAllowed
 from services.gateway.generation import Generation, until_disconnect
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse, refuse_unsupported
@@ -51,7 +53,8 @@ async def text_completions(request: Request) -> Response:
 async def list_models(request: Request) -> Response:
     """The model that is served."""
     info = await services_of(request).watch.named()
-    return JSONResponse({"object": "list", "data": [_model_json(info)]})
+    key: ApiKey = request.state.key
+    return JSONResponse({"object": "list", "data": [_model_json(info)] if key.may_use(info.model_name) else []})
 
 
 @router.get("/v1/models/{name:path}")
@@ -75,6 +78,9 @@ async def health(request: Request) -> Response:
     else:
         status = services.watch.state
     headers = {} if status == "ok" else {"Retry-After": "1"}
+    if services.link is not None and not services.link.is_up:
+        # Requests are answered all the same: each gateway goes on by itself.
+        report["degraded"] = ["redis"]
     return JSONResponse({"status": status, **report}, status_code=200 if status == "ok" else 503, headers=headers)
 
 
@@ -98,6 +104,7 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     services.metrics.worker_up.set(services.watch.is_ready)
     services.metrics.in_flight.set(services.traffic.in_flight)
+    services.metrics.shared_up.set(services.link is None or services.link.is_up)
     try:
         engine = (await services.client.stats()).prometheus_text
     except Glm53Error:
@@ -114,6 +121,7 @@ async def _accept(request: Request, schema: type[RequestT]) -> tuple[Services, R
     refuse_unsupported(body)
     info, language = await services.watch.ready()
     _check_model(body.model, info)
+    check_key(request, info)
     return services, body, info, language
 
 
@@ -152,6 +160,17 @@ async def _collect(generation: Generation, answer: Answer) -> None:
         elif kind == "finished":
             answer.finish(event.finished)
             return
+
+
+def check_key(request: Request, info: pb.InfoResponse) -> None:
+    """Refuses a key that may not use the served model, before its prompt is read.
+
+    Raises:
+        ModelNotAllowed: names both.
+    """
+    key: ApiKey = request.state.key
+    if not key.may_use(info.model_name):
+        raise ModelNotAllowed(f"The key {key.id!r} may not use the model {info.model_name!r}.", param="model")
 
 
 def _check_model(name: str, info: pb.InfoResponse) -> None:

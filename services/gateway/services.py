@@ -5,23 +5,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway.access.admission import AccessPolicy
+from services.gateway.access.keyring import KeyRing
 from services.gateway.answers import Answer
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared.link import RedisLink
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch
 
 
 @dataclass(frozen=True)
 class Services:
-    """What a route needs besides its request."""
+    """What a route needs besides its request.
+
+    Attributes:
+        keys: None where no keys are asked for.
+        link: the way to Redis, None where each gateway is for itself.
+    """
 
     settings: GatewaySettings
     client: WorkerClient
     watch: WorkerWatch
     traffic: Traffic
     metrics: GatewayMetrics
+    access: AccessPolicy
+    keys: KeyRing | None
+    link: RedisLink | None
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import ipaddress
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 
 from services.common.settings import ServiceSettings
 
@@ -23,7 +24,7 @@ class GatewaySettings(ServiceSettings):
         "127.0.0.1:30051",
         validation_alias="GLM53_WORKER_ADDRESS",
         min_length=1,
-        description="gRPC address of the worker: host:port or unix:/path.",
+        description="gRPC address of the worker: host:port or unix:/path. Several workers: a comma list, or dns:///name:port.",
     )
     connect_timeout_s: float = Field(
         5.0,
@@ -73,3 +74,56 @@ class GatewaySettings(ServiceSettings):
         validation_alias="GLM53_THINKING_OFF_POLICY",
         description="What turning thinking off does: empty_think (the prompt ends <think></think>), low (least effort) or reject.",
     )
+    api_keys_file: str = Field(
+        "",
+        validation_alias="GLM53_API_KEYS_FILE",
+        description="File of hashed API keys with their limits (see `glm53 keys`); re-read when it changes. Empty: no keys are asked for.",
+    )
+    allow_public_without_keys: bool = Field(
+        False,
+        validation_alias="GLM53_ALLOW_PUBLIC_WITHOUT_KEYS",
+        description="1 lets the gateway listen on an address that other machines reach although it asks for no keys.",
+    )
+    max_header_bytes: int = Field(
+        1280 * 1024,
+        validation_alias="GLM53_MAX_HEADER_BYTES",
+        ge=4096,
+        le=16 * 1024 * 1024,
+        description="Most bytes of a request's headers; larger ones are refused with 431.",
+    )
+    cors_origins: str = Field(
+        "",
+        validation_alias="GLM53_CORS_ORIGINS",
+        description="Web pages that may call the API: a comma list such as https://chat.example.com, or *. Empty: none.",
+    )
+    redis_url: SecretStr = Field(
+        SecretStr(""),
+        validation_alias="GLM53_REDIS_URL",
+        description="redis://… of what several gateways share: limits, cancels, idempotency, stored responses. Empty: each for itself.",
+    )
+    redis_timeout_ms: int = Field(
+        50, validation_alias="GLM53_REDIS_TIMEOUT_MS", ge=1, le=10_000, description="A Redis call that takes longer counts as failed."
+    )
+    replicas: int = Field(
+        1,
+        validation_alias="GLM53_REPLICAS",
+        ge=1,
+        le=1000,
+        description="How many gateways share the keys' limits; without Redis each allows its part.",
+    )
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        if not self.api_keys_file and not self.allow_public_without_keys and not _is_loopback(self.host):
+            raise ValueError(
+                f"HOST is {self.host}, which other machines may reach, but no API keys are asked for: name a key file in "
+                "GLM53_API_KEYS_FILE (`glm53 keys create` makes one), or set GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that does"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -118,7 +118,8 @@ def check_error(response: Any, param: str | None, status: int = 400) -> dict[str
     assert response.status_code == status, response.text
     assert list(body) == ["error"]
     assert sorted(body["error"]) == ["code", "message", "param", "type"]
-    assert body["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    special = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    assert body["error"]["type"] == special.get(status, "invalid_request_error" if status < 500 else "server_error")
     assert isinstance(body["error"]["code"], str)
     assert isinstance(body["error"]["message"], str)
     assert body["error"]["param"] == param

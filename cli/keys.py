@@ -1,0 +1,102 @@
+"""`glm53 keys`: makes, lists and withdraws API keys. The file holds hashes; a key is shown once, when it is made."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from services.common.errors import ConfigError
+from services.common.lifecycle import ExitCode
+from services.gateway.access.keys import MIN_KEY_CHARS, PRIORITIES, digest_of, new_key, parse_keys, read_keys
+
+# Option → field of the entry.
+_NUMBERS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrency")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds `keys` and its actions to the command line."""
+    keys = commands.add_parser("keys", help="make, list and withdraw the API keys of GLM53_API_KEYS_FILE")
+    actions = keys.add_subparsers(dest="action", required=True)
+    create = actions.add_parser("create", help="add a key to the file and print it, once")
+    create.add_argument("--file", type=Path, required=True, help="the key file; made when it does not exist")
+    create.add_argument("--id", required=True, help="names the key in logs and limits")
+    for name in _NUMBERS:
+        create.add_argument(f"--{name.replace('_', '-')}", type=int, default=None)
+    create.add_argument("--priority", choices=sorted(PRIORITIES), default=None)
+    create.add_argument("--model", action="append", dest="models", help="a model that the key may use; may be repeated (default: all)")
+    create.add_argument("--expires", default=None, help="when it ends, such as 2027-01-31T00:00:00Z")
+    create.add_argument("--admin", action="store_true", help="may read /stats and cancel anybody's requests")
+    create.add_argument("--fail-closed", action="store_true", help="refuse rather than count locally while Redis is away")
+    revoke = actions.add_parser("revoke", help="take a key out of the file")
+    revoke.add_argument("--file", type=Path, required=True)
+    revoke.add_argument("--id", required=True)
+    listed = actions.add_parser("list", help="show the keys of the file, without their hashes")
+    listed.add_argument("--file", type=Path, required=True)
+    actions.add_parser("hash", help="read a key from standard input and print the hash for the file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one action.
+
+    Raises:
+        ConfigError: the file or an option cannot be used.
+    """
+    actions = {"create": _create, "revoke": _revoke, "list": _list, "hash": _hash}
+    actions[args.action](args)
+    return ExitCode.OK
+
+
+def _create(args: argparse.Namespace) -> None:
+    entries = _entries(args.file) if args.file.exists() else []
+    key = new_key()
+    entry: dict[str, Any] = {"id": args.id, "sha256": digest_of(key).hex()}
+    entry |= {name: value for name in (*_NUMBERS, "priority", "models", "expires") if (value := getattr(args, name)) is not None}
+    entry |= {name: True for name in ("admin", "fail_closed") if getattr(args, name)}
+    _write(args.file, [*entries, entry])
+    print(key)
+    print(f"added {args.id!r} to {args.file}; the key is not stored anywhere: keep it now", file=sys.stderr)
+
+
+def _revoke(args: argparse.Namespace) -> None:
+    entries = _entries(args.file)
+    left = [entry for entry in entries if entry["id"] != args.id]
+    if len(left) == len(entries):
+        raise ConfigError(f"{args.file} has no key {args.id!r}")
+    _write(args.file, left)
+    print(f"{args.id} is withdrawn; running gateways notice within a second", file=sys.stderr)
+
+
+def _list(args: argparse.Namespace) -> None:
+    for key in read_keys(args.file).keys:
+        shown = key.model_dump(mode="json", exclude={"sha256"}, exclude_defaults=True)
+        print(json.dumps(shown | ({"expired": True} if key.is_expired else {})))
+
+
+def _hash(_args: argparse.Namespace) -> None:
+    key = sys.stdin.readline().strip()
+    if len(key) < MIN_KEY_CHARS:
+        raise ConfigError(f"a key needs at least {MIN_KEY_CHARS} characters; `glm53 keys create` makes a good one")
+    print(digest_of(key).hex())
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    read_keys(path)
+    return list(json.loads(path.read_text("utf-8"))["keys"])
+
+
+def _write(path: Path, entries: list[dict[str, Any]]) -> None:
+    """Replaces the file in one step, readable for its owner only: a gateway never sees half of it."""
+    text = json.dumps({"keys": entries}, indent=2) + "\n"
+    parse_keys(text, str(path))
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.exists():
+        os.chmod(file.name, path.stat().st_mode & 0o777)
+    os.replace(file.name, path)
