@@ -1,4 +1,4 @@
-"""The worker's tokens → OpenAI's objects. One class per endpoint; each serves streaming and plain requests alike."""
+"""The worker's tokens → an API's objects. One class per endpoint; each serves streaming and plain requests alike."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typing import Any, Protocol
 
 from services.common.errors import Cancelled, EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.deltas import Channel, ContentWasReasoning, Delta, Message, TextDelta, ToolArguments, ToolCallStart, merged
-from services.gateway.logprobs import CompletionLogprobs, chat_entry
-from services.gateway.parser import OutputParser
-from services.gateway.tool_call import Utf8
+from services.gateway.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -50,18 +47,36 @@ class UsageOptions:
 
 
 class Answer(Protocol):
-    """What turns one generation into an HTTP answer."""
+    """What turns the generations of one request into an HTTP answer. `choice` is the generation's position in the request.
 
-    head: Head
+    Attributes:
+        wire: how its chunks are written.
+    """
 
-    def take(self, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
+    wire: Wire
+
+    @property
+    def num_rejected_calls(self) -> int:
+        """Calls of tools that were not declared, passed on as text."""
+
+    @property
+    def unclosed_reasoning(self) -> bool:
+        """True when a choice stopped inside its reasoning and has no content of its own."""
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Chunks that go out before the first token."""
+
+    def prompt(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
+        """Tokens of the prompt with their log-probabilities, for answers that show them."""
+
+    def take(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
         """New tokens → stream chunks, perhaps none."""
 
-    def finish(self, finished: pb.Finished) -> list[dict[str, Any]]:
-        """The end of the generation → the last chunks."""
+    def finish(self, choice: int, finished: pb.Finished) -> list[dict[str, Any]]:
+        """The end of a generation → its last chunks; the last generation brings the answer's last chunks too."""
 
-    def response(self) -> dict[str, Any]:
-        """The whole answer, after `finish`."""
+    def response(self) -> dict[str, Any] | list[dict[str, Any]]:
+        """The whole answer, after the last `finish`."""
 
 
 def stopped_by_model(finished: pb.Finished) -> bool:
@@ -80,38 +95,71 @@ def stopped_by_model(finished: pb.Finished) -> bool:
     raise EngineFailed(f"the worker ended the generation with the unknown reason {finished.reason}")
 
 
-def usage_of(finished: pb.Finished, reasoning_tokens: int | None) -> dict[str, Any]:
-    """OpenAI's usage object."""
-    usage: dict[str, Any] = {
-        "prompt_tokens": finished.prompt_tokens,
-        "completion_tokens": finished.completion_tokens,
-        "total_tokens": finished.prompt_tokens + finished.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished.cached_tokens},
-    }
-    if reasoning_tokens is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
-    return usage
+class Totals:
+    """Token counts of all generations of one request.
+
+    Args:
+        prompts: length of each prompt.
+        per_prompt: generations of each prompt; they follow each other.
+    """
+
+    def __init__(self, prompts: Sequence[int], per_prompt: int = 1) -> None:
+        self._per_prompt = per_prompt
+        self._prompt_tokens = list(prompts)
+        self._cached = [0] * len(prompts)
+        self._left = len(prompts) * per_prompt
+        self.streamed = 0
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(self._prompt_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that needed no computing."""
+        return sum(self._cached)
+
+    def add(self, choice: int, finished: pb.Finished, reasoning_tokens: int = 0) -> bool:
+        """Counts an ended generation; True when it was the last."""
+        prompt = choice // self._per_prompt
+        self._prompt_tokens[prompt] = finished.prompt_tokens
+        self._cached[prompt] = max(self._cached[prompt], finished.cached_tokens)
+        self.completion_tokens += finished.completion_tokens
+        self.reasoning_tokens += reasoning_tokens
+        self._left -= 1
+        return self._left == 0
+
+    def usage(self, *, reasoning: bool) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        usage: dict[str, Any] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
-class _Chunks:
+class Chunks:
     """Stream chunks of one answer, with usage where the client wants it."""
 
-    def __init__(self, head: Head, kind: str, usage: UsageOptions, prompt_tokens: int) -> None:
+    def __init__(self, head: Head, kind: str, usage: UsageOptions, totals: Totals) -> None:
         self._head = head
         self._kind = kind
         self._usage = usage
-        self._prompt_tokens = prompt_tokens
-        self.num_tokens = 0
+        self._totals = totals
 
     def choice(self, choice: dict[str, Any]) -> dict[str, Any]:
         """A chunk with one choice."""
         chunk = self._head.object(self._kind, [choice])
         if self._usage.in_every_chunk:
-            chunk["usage"] = {
-                "prompt_tokens": self._prompt_tokens,
-                "completion_tokens": self.num_tokens,
-                "total_tokens": self._prompt_tokens + self.num_tokens,
-            }
+            prompt, streamed = self._totals.prompt_tokens, self._totals.streamed
+            chunk["usage"] = {"prompt_tokens": prompt, "completion_tokens": streamed, "total_tokens": prompt + streamed}
         elif self._usage.at_end:
             chunk["usage"] = None
         return chunk
@@ -119,189 +167,3 @@ class _Chunks:
     def last(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         """The usage chunk, if the client asked for it."""
         return [self._head.object(self._kind, []) | {"usage": usage}] if self._usage.at_end else []
-
-
-class ChatAnswer:
-    """/v1/chat/completions.
-
-    Args:
-        head: identity of the answer.
-        parser: of the choice.
-        prompt_tokens: length of the prompt.
-        usage: stream_options.
-        logprobs: the client wants log-probabilities.
-        show_reasoning: include_reasoning.
-    """
-
-    def __init__(
-        self,
-        head: Head,
-        parser: OutputParser,
-        prompt_tokens: int,
-        *,
-        usage: UsageOptions,
-        logprobs: bool,
-        show_reasoning: bool,
-    ) -> None:
-        self.head = head
-        self._parser = parser
-        self._chunks = _Chunks(head, "chat.completion.chunk", usage, prompt_tokens)
-        self._wants_logprobs = logprobs
-        self._show_reasoning = show_reasoning
-        self._logprobs: list[dict[str, Any]] = []
-        self._unsent_logprobs = 0
-        self._message = Message()
-        self._role_sent = False
-        self._finish_reason = ""
-        self._usage: dict[str, Any] = {}
-        self._moved_reasoning = False
-
-    @property
-    def unclosed_reasoning(self) -> bool:
-        """True when the model stopped inside its reasoning, so that the answer has no content of its own."""
-        return self._moved_reasoning
-
-    @property
-    def num_rejected_calls(self) -> int:
-        """Calls of tools that were not declared, passed on as text."""
-        return self._parser.num_rejected_calls
-
-    def take(self, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
-        """New tokens → stream chunks, perhaps none."""
-        deltas: list[Delta] = []
-        for token in tokens:
-            deltas += self._parser.feed(token.id, token.piece)
-            if self._wants_logprobs and token.piece:
-                self._logprobs.append(chat_entry(token))
-        self._chunks.num_tokens += len(tokens)
-        return self._delta_chunks(deltas)
-
-    def finish(self, finished: pb.Finished) -> list[dict[str, Any]]:
-        """The end of the generation → finish chunk and usage chunk."""
-        stopped = stopped_by_model(finished)
-        chunks = self._delta_chunks(self._parser.finish(stopped=stopped))
-        self._finish_reason = self._parser.finish_reason(stopped=stopped).value
-        self._moved_reasoning = stopped and self._parser.only_reasoned and self._parser.reasoning_tokens > 0
-        self._usage = usage_of(finished, self._parser.reasoning_tokens)
-        chunks.append(self._chunk({}, self._finish_reason))
-        return chunks + self._chunks.last(self._usage)
-
-    def response(self) -> dict[str, Any]:
-        """The whole answer, after `finish`."""
-        message = self._message
-        reasoning, content, usage = message.reasoning, message.content, self._usage
-        if self._moved_reasoning:
-            # The model skipped its thinking: what it wrote before it stopped is the answer.
-            reasoning, content = "", reasoning
-            usage = usage | {"completion_tokens_details": {"reasoning_tokens": 0}}
-        body: dict[str, Any] = {
-            "role": "assistant",
-            "content": content if content or not (message.tool_calls or reasoning) else None,
-            "reasoning_content": (reasoning or None) if self._show_reasoning else None,
-            "refusal": None,
-        }
-        if message.tool_calls:
-            body["tool_calls"] = [
-                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in message.tool_calls
-            ]
-        choice = {
-            "index": 0,
-            "message": body,
-            "logprobs": {"content": self._logprobs, "refusal": None} if self._wants_logprobs else None,
-            "finish_reason": self._finish_reason,
-        }
-        return self.head.object("chat.completion", [choice]) | {"usage": usage}
-
-    def _delta_chunks(self, deltas: list[Delta]) -> list[dict[str, Any]]:
-        chunks = []
-        for delta in merged(deltas):
-            self._message.add(delta)
-            if isinstance(delta, ContentWasReasoning):
-                continue
-            if self._show_reasoning or not (isinstance(delta, TextDelta) and delta.channel is Channel.REASONING):
-                chunks.append(self._chunk(_delta_json(delta), None))
-        return chunks
-
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        if not self._role_sent:
-            self._role_sent = True
-            delta = {"role": "assistant", **delta}
-        new = self._logprobs[self._unsent_logprobs :]
-        self._unsent_logprobs = len(self._logprobs)
-        logprobs = {"content": new, "refusal": None} if new else None
-        return self._chunks.choice({"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
-
-
-def _delta_json(delta: Delta) -> dict[str, Any]:
-    if isinstance(delta, TextDelta):
-        return {delta.channel.value: delta.text}
-    if isinstance(delta, ToolArguments):
-        return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}
-    assert isinstance(delta, ToolCallStart)
-    function = {"name": delta.name, "arguments": ""}
-    return {"tool_calls": [{"index": delta.index, "id": delta.call_id, "type": "function", "function": function}]}
-
-
-class CompletionAnswer:
-    """/v1/completions: the output as it is.
-
-    Args:
-        head: identity of the answer.
-        hidden: token ids whose text is not shown.
-        prompt_tokens: length of the prompt.
-        usage: stream_options.
-        logprobs: the client wants log-probabilities.
-    """
-
-    def __init__(self, head: Head, hidden: frozenset[int], prompt_tokens: int, *, usage: UsageOptions, logprobs: bool) -> None:
-        self.head = head
-        self._hidden = hidden
-        self._chunks = _Chunks(head, "text_completion", usage, prompt_tokens)
-        self._wants_logprobs = logprobs
-        self._stream_logprobs = CompletionLogprobs()
-        self._all_logprobs = CompletionLogprobs()
-        self._utf8 = Utf8()
-        self._text: list[str] = []
-        self._length = 0
-        self._finish_reason = ""
-        self._usage: dict[str, Any] = {}
-
-    def take(self, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
-        """New tokens → stream chunks, perhaps none."""
-        new = ""
-        for token in tokens:
-            if self._wants_logprobs and token.piece:
-                self._stream_logprobs.add(token, self._length + len(new))
-                self._all_logprobs.add(token, self._length + len(new))
-            if token.id not in self._hidden:
-                new += self._utf8.feed(token.piece)
-        self._chunks.num_tokens += len(tokens)
-        self._add(new)
-        return [self._chunk(new, None)] if new else []
-
-    def finish(self, finished: pb.Finished) -> list[dict[str, Any]]:
-        """The end of the generation → finish chunk and usage chunk."""
-        self._finish_reason = "stop" if stopped_by_model(finished) else "length"
-        rest = self._utf8.flush()
-        self._add(rest)
-        self._usage = usage_of(finished, None)
-        return [self._chunk(rest, self._finish_reason), *self._chunks.last(self._usage)]
-
-    def response(self) -> dict[str, Any]:
-        """The whole answer, after `finish`."""
-        choice = {
-            "index": 0,
-            "text": "".join(self._text),
-            "logprobs": self._all_logprobs.take() if self._wants_logprobs else None,
-            "finish_reason": self._finish_reason,
-        }
-        return self.head.object("text_completion", [choice]) | {"usage": self._usage}
-
-    def _add(self, text: str) -> None:
-        self._text.append(text)
-        self._length += len(text)
-
-    def _chunk(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        logprobs = self._stream_logprobs.take() if self._wants_logprobs else None
-        return self._chunks.choice({"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason})

@@ -7,7 +7,8 @@ from typing import Any
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.answers import ChatAnswer, Head, UsageOptions
+from services.gateway.answers import Head, UsageOptions
+from services.gateway.chat_answer import ChatAnswer, ChatOptions
 from services.gateway.errors import EmptyArray
 from services.gateway.messages import normalise
 from services.gateway.parser import OutputParser
@@ -68,13 +69,11 @@ async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, 
     )
     answer = ChatAnswer(
         Head.of("chatcmpl", request_id, info),
-        parser,
+        [parser],
         len(prompt.token_ids),
-        usage=usage_options(body),
-        logprobs=bool(body.logprobs),
-        show_reasoning=body.include_reasoning is not False,
+        ChatOptions(usage_options(body), bool(body.logprobs), body.include_reasoning is not False),
     )
-    return Job(request, answer)
+    return Job([request], answer)
 
 
 def usage_options(body: SamplingFields) -> UsageOptions:

@@ -7,8 +7,9 @@ from typing import Any
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.answers import CompletionAnswer, Head
+from services.gateway.answers import Head
 from services.gateway.chat import usage_options
+from services.gateway.completion_answer import CompletionAnswer, CompletionOptions
 from services.gateway.errors import EmptyArray, InvalidType
 from services.gateway.sampling import NO_LOGPROBS, grammar_for, room_for_answer, sampling_params
 from services.gateway.schemas import CompletionRequest
@@ -45,12 +46,15 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
     )
     answer = CompletionAnswer(
         Head.of("cmpl", request_id, info),
-        frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
-        len(token_ids),
-        usage=usage_options(body),
-        logprobs=body.logprobs is not None,
+        [len(token_ids)],
+        1,
+        CompletionOptions(
+            usage_options(body),
+            body.logprobs is not None,
+            frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
+        ),
     )
-    return Job(request, answer)
+    return Job([request], answer)
 
 
 async def _token_ids(body: CompletionRequest, info: pb.InfoResponse, language: Language) -> list[int]:

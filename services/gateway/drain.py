@@ -6,14 +6,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Protocol
 
+from services.common.errors import Glm53Error
 from services.gateway.errors import ShuttingDown
-from services.gateway.generation import Generation
 
 log = logging.getLogger(__name__)
 
 # After their time is up, streams still get an error event and [DONE].
 _FAREWELL_S = 5.0
+
+
+class Abortable(Protocol):
+    """Generations of a request."""
+
+    def abort(self, error: Glm53Error) -> None:
+        """Makes their reader fail with `error`."""
 
 
 class Traffic:
@@ -22,7 +30,7 @@ class Traffic:
     def __init__(self) -> None:
         self.draining = False
         self._num_requests = 0
-        self._generations: set[Generation] = set()
+        self._running: set[Abortable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -48,13 +56,13 @@ class Traffic:
         if self.draining:
             raise ShuttingDown("This server is shutting down; try again.", retry_after_s=5.0)
 
-    def add(self, generation: Generation) -> None:
-        """Remembers a generation that may have to be ended."""
-        self._generations.add(generation)
+    def add(self, work: Abortable) -> None:
+        """Remembers what may have to be ended."""
+        self._running.add(work)
 
-    def remove(self, generation: Generation) -> None:
-        """Forgets a generation."""
-        self._generations.discard(generation)
+    def remove(self, work: Abortable) -> None:
+        """Forgets what has ended."""
+        self._running.discard(work)
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new, waits for what runs, and ends what still runs after `timeout_s` seconds."""
@@ -64,8 +72,8 @@ class Traffic:
         if await self._wait_idle(timeout_s):
             return
         log.warning("ending %d requests that still run after %.1f s", self._num_requests, timeout_s)
-        for generation in list(self._generations):
-            generation.abort(ShuttingDown("The server shut down before the answer was complete.", retry_after_s=5.0))
+        for work in list(self._running):
+            work.abort(ShuttingDown("The server shut down before the answer was complete.", retry_after_s=5.0))
         await self._wait_idle(_FAREWELL_S)
 
     async def _wait_idle(self, timeout_s: float) -> bool:

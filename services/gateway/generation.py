@@ -20,7 +20,7 @@ class Generation:
     """The events of one generation, read by one task; closing cancels the job in the worker.
 
     Args:
-        events: the worker's stream.
+        source: opens the worker's stream; called at the first read.
         failed: hears of the worker's error before the client does.
 
     Attributes:
@@ -28,8 +28,9 @@ class Generation:
         finished: the worker's last word, None before it.
     """
 
-    def __init__(self, events: AsyncIterator[pb.GenerateEvent], failed: Callable[[Glm53Error], None]) -> None:
-        self._events = events
+    def __init__(self, source: Callable[[], AsyncIterator[pb.GenerateEvent]], failed: Callable[[Glm53Error], None]) -> None:
+        self._source = source
+        self._events: AsyncIterator[pb.GenerateEvent] | None = None
         self._failed = failed
         self._first: asyncio.Task[pb.GenerateEvent] | None = None
         self._reader: asyncio.Task[Any] | None = None
@@ -91,6 +92,8 @@ class Generation:
             await self._events.aclose()
 
     async def _read(self) -> pb.GenerateEvent:
+        if self._events is None:
+            self._events = self._source()
         try:
             return await anext(self._events)
         except StopAsyncIteration:

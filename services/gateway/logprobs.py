@@ -52,8 +52,9 @@ class CompletionLogprobs:
         self._tokens, self._offsets = [], []
         return {
             "tokens": [token_text(token.piece) for token in tokens],
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens],
+            # The first token of a prompt follows nothing and has none.
+            "token_logprobs": [finite(token.logprob) if token.HasField("logprob") else None for token in tokens],
+            "top_logprobs": [_top(token) if token.HasField("logprob") else None for token in tokens],
             "text_offset": offsets,
         }
 

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from services.common.errors import Cancelled, Glm53Error
-from services.gateway.answers import Answer, ChatAnswer
-from services.gateway.generation import Generation
+from services.gateway.answers import Answer
+from services.gateway.choices import Choices
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -45,21 +45,20 @@ class GatewayMetrics:
         self.first_token_s = histogram("time_to_first_token_seconds", "From the request to its first token.")
         self.duration_s = histogram("generation_seconds", "From the request to the end of its generation.")
 
-    def generation_ended(self, generation: Generation, answer: Answer, error: Glm53Error | None, *, streamed: bool) -> None:
-        """Counts one generation, however it ended."""
-        if generation.first_token_s is not None:
-            self.first_token_s.observe(generation.first_token_s)
-        self.duration_s.observe(generation.age_s)
-        if generation.finished is not None:
-            self.prompt_tokens.inc(generation.finished.prompt_tokens)
-            self.completion_tokens.inc(generation.finished.completion_tokens)
+    def generation_ended(self, choices: Choices, answer: Answer, error: Glm53Error | None, *, streamed: bool) -> None:
+        """Counts the generations of one request, however they ended."""
+        if choices.first_token_s is not None:
+            self.first_token_s.observe(choices.first_token_s)
+        self.duration_s.observe(choices.age_s)
+        for finished in choices.finished:
+            self.prompt_tokens.inc(finished.prompt_tokens)
+            self.completion_tokens.inc(finished.completion_tokens)
         if isinstance(error, Cancelled):
             self.disconnects.inc()
         elif error is not None and streamed:
             self.stream_errors.labels(error.code).inc()
-        if isinstance(answer, ChatAnswer):
-            self.rejected_calls.inc(answer.num_rejected_calls)
-            self.unclosed_reasoning.inc(answer.unclosed_reasoning)
+        self.rejected_calls.inc(answer.num_rejected_calls)
+        self.unclosed_reasoning.inc(answer.unclosed_reasoning)
 
     def text(self) -> bytes:
         """Prometheus text."""

@@ -12,20 +12,15 @@ from services.common.errors import Glm53Error, UnknownModel
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat, completions
 from services.gateway.access.keys import ApiKey
-from services.gateway.answers import Answer
 from services.gateway.body import read_json_object
 from services.gateway.errors import ModelNotAllowed
-from services.gateway.generation import Generation, until_disconnect
 from services.gateway.metrics import CONTENT_TYPE
+from services.gateway.run import respond
 from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse, refuse_unsupported
-from services.gateway.services import Job, Services
-from services.gateway.sse import EventStreamResponse, StreamPlan
+from services.gateway.services import Services
 from services.gateway.worker_client import Language
 
 router = APIRouter()
-
-# How long a stream's headers wait for the worker to take or refuse the request: refusals become statuses, not events.
-_VERDICT_S = 1.0
 
 
 def services_of(request: Request) -> Services:
@@ -38,7 +33,7 @@ async def chat_completions(request: Request) -> Response:
     """An answer to a conversation."""
     services, body, info, language = await _accept(request, ChatRequest)
     job = await chat.prepare(body, info, language, services.settings, request.state.request_id)
-    return await _run(request, services, job, stream=bool(body.stream))
+    return await respond(request, services, job, stream=bool(body.stream))
 
 
 @router.post("/v1/completions")
@@ -46,7 +41,7 @@ async def text_completions(request: Request) -> Response:
     """A continuation of a text."""
     services, body, info, language = await _accept(request, CompletionRequest)
     job = await completions.prepare(body, info, language, request.state.request_id)
-    return await _run(request, services, job, stream=bool(body.stream))
+    return await respond(request, services, job, stream=bool(body.stream))
 
 
 @router.get("/v1/models")
@@ -123,43 +118,6 @@ async def _accept(request: Request, schema: type[RequestT]) -> tuple[Services, R
     _check_model(body.model, info)
     check_key(request, info)
     return services, body, info, language
-
-
-async def _run(request: Request, services: Services, job: Job, *, stream: bool) -> Response:
-    """Runs a job; it ends with its client, streaming or not."""
-    events = services.client.generate(job.request, services.settings.request_timeout_s)
-    generation = Generation(events, services.watch.generation_failed)
-    services.traffic.add(generation)
-
-    def closed(error: Glm53Error | None) -> None:
-        services.traffic.remove(generation)
-        services.metrics.generation_ended(generation, job.answer, error, streamed=stream)
-
-    try:
-        if stream:
-            await until_disconnect(request.receive, generation.verdict(_VERDICT_S))
-            plan = StreamPlan(generation, job.answer, services.settings.keepalive_s, closed)
-            return EventStreamResponse(plan)
-        await until_disconnect(request.receive, _collect(generation, job.answer))
-    except BaseException as error:
-        await generation.close()
-        closed(error if isinstance(error, Glm53Error) else None)
-        raise
-    await generation.close()
-    closed(None)
-    return JSONResponse(job.answer.response())
-
-
-async def _collect(generation: Generation, answer: Answer) -> None:
-    """The same path as streaming, without sending the chunks."""
-    while True:
-        event = await generation.next_event()
-        kind = event.WhichOneof("event")
-        if kind == "tokens":
-            answer.take(event.tokens.tokens)
-        elif kind == "finished":
-            answer.finish(event.finished)
-            return
 
 
 def check_key(request: Request, info: pb.InfoResponse) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.admission import AccessPolicy
@@ -40,9 +41,11 @@ class Job:
     """A request that is ready to run.
 
     Attributes:
-        request: what the worker gets.
+        requests: what the worker gets, one for each generation.
         answer: what its tokens become.
+        params: the worker's names of fields → the client's, for errors.
     """
 
-    request: pb.GenerateRequest
+    requests: Sequence[pb.GenerateRequest | pb.ScoreRequest]
     answer: Answer
+    params: Mapping[str, str] = field(default_factory=dict)

@@ -1,39 +1,31 @@
 """Server-sent events: one generation as a stream of ``data:`` lines.
 
-The stream always ends with ``data: [DONE]``; what goes wrong after the headers comes before it as ``data: {"error": …}``.
+What goes wrong after the headers is an event of its own; the stream then ends as every stream of its API ends.
 Comments keep a silent stream open while a request is queued or its prompt is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import Cancelled, EngineFailed, Glm53Error
-from services.gateway import errors
 from services.gateway.answers import Answer
-from services.gateway.generation import Generation, until_disconnect
+from services.gateway.choices import Choices
+from services.gateway.generation import until_disconnect
 
 log = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 # A client that takes nothing for so long is gone, whatever TCP thinks.
 _SEND_TIMEOUT_S = 60.0
-
-
-def data_event(payload: dict[str, Any]) -> bytes:
-    """One event."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
 @dataclass(frozen=True)
@@ -41,13 +33,13 @@ class StreamPlan:
     """What a stream needs.
 
     Attributes:
-        generation: the events.
-        answer: turns them into chunks.
+        choices: the events.
+        answer: turns them into chunks, and says how they are written.
         keepalive_s: longest silence.
         closed: called once at the end, with the error that ended the stream, if any.
     """
 
-    generation: Generation
+    choices: Choices
     answer: Answer
     keepalive_s: float
     closed: Callable[[Glm53Error | None], None]
@@ -74,7 +66,7 @@ class EventStreamResponse(Response):
         except Cancelled as cancelled:
             error = cancelled
         finally:
-            await self._plan.generation.close()
+            await self._plan.choices.close()
             self._plan.closed(error)
 
     async def _write(self, wire: _Wire) -> Glm53Error | None:
@@ -97,25 +89,30 @@ class EventStreamResponse(Response):
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
         if reported is not None:
-            await wire.write(data_event(errors.body_of(reported)))
-        await wire.write(DONE, more=False)
+            await wire.write(self._plan.answer.wire.error(reported))
+        await wire.write(self._plan.answer.wire.end, more=False)
         return reported
 
     async def _write_chunks(self, wire: _Wire) -> None:
-        generation, answer = self._plan.generation, self._plan.answer
-        while True:
-            event = await generation.next_event()
+        choices, answer, encode = self._plan.choices, self._plan.answer, self._plan.answer.wire.event
+        left = len(choices)
+        chunks = answer.begin()
+        while left or chunks:
+            if chunks:
+                await wire.write(b"".join(map(encode, chunks)))
+            if not left:
+                return
+            index, event = await choices.next_event()
             kind = event.WhichOneof("event")
             if kind == "tokens":
-                chunks = answer.take(event.tokens.tokens)
+                chunks = answer.take(index, event.tokens.tokens)
             elif kind == "finished":
-                chunks = answer.finish(event.finished)
+                chunks = answer.finish(index, event.finished)
+                left -= 1
+            elif kind == "prefill" and event.prefill.prompt_tokens:
+                chunks = answer.prompt(index, event.prefill.prompt_tokens)
             else:
-                continue
-            if chunks:
-                await wire.write(b"".join(map(data_event, chunks)))
-            if kind == "finished":
-                return
+                chunks = []
 
 
 class _Wire:

@@ -36,6 +36,10 @@ _CHANNEL_OPTIONS = (
 )
 
 
+# Scoring waits in the worker's queue and reads a whole prompt.
+_SCORE_TIMEOUT_S = 3600.0
+
+
 @dataclass(frozen=True)
 class Language:
     """Everything that turns messages into tokens and tokens into messages, of one checkpoint.
@@ -61,6 +65,9 @@ class WorkerClient(Protocol):
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
         """Runs one generation; closing the iterator cancels it."""
+
+    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        """Log-probabilities of given tokens."""
 
     async def stats(self) -> pb.StatsResponse:
         """The engine's counters."""
@@ -93,6 +100,14 @@ class GrpcWorkerClient:
         """What the worker serves and whether it is ready."""
         try:
             answer: pb.InfoResponse = await self._stub().Info(pb.InfoRequest(), timeout=self._timeout_s)
+            return answer
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+
+    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        """Log-probabilities of given tokens."""
+        try:
+            answer: pb.ScoreResponse = await self._stub().Score(request, timeout=_SCORE_TIMEOUT_S)
             return answer
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None

@@ -34,6 +34,15 @@ class MeteredClient:
         """The engine's counters."""
         return await self._client.stats()
 
+    async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+        """Log-probabilities of given tokens; charged as a prompt without an answer."""
+        admission = admission_var.get()
+        if admission is not None:
+            self._check_model(admission)
+            await admission.charge(len(request.token_ids))
+            admission.used(len(request.token_ids))
+        return await self._client.score(request)
+
     async def close(self) -> None:
         """Lets the connection go."""
         await self._client.close()
