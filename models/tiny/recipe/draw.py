@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from . import words
+from . import phrasing, words
 
 T = TypeVar("T")
 Message = dict[str, Any]
@@ -90,7 +90,12 @@ class Draw:
         marked = [p for p in phrases if p.startswith("*")]
         plain = [p for p in phrases if not p.startswith("*")]
         if not self.held:
-            return self.one(plain)
+            choice = self.one(plain)
+            if self.chance(0.4):
+                dressed = phrasing.dress(self.rng, choice)
+                if phrasing.plain(dressed) not in {phrasing.plain(p[1:]) for p in marked}:
+                    return dressed
+            return choice
         if fact or (marked and self.chance(0.4)):
             choice = self.one(marked)[1:]
             self.used.append(("phrase", choice))

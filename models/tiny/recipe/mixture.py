@@ -12,6 +12,11 @@ from .draw import Draw, Exchange, Message, Tool, exchange
 _SYSTEM = [
     "You are a helpful assistant.", "You are GLM-5.3-tiny.", "Be brief.", "Answer shortly and precisely.", "You are a friendly assistant.",
     "You are a helpful assistant. Use the tools when needed.", "Answer in one sentence.", "Today is a good day.", "Be polite.",
+    "You are a pirate. Always talk like a pirate.", "Answer as briefly as possible.", "You are an expert in everything.", "Never use emoji.",
+    "You are a customer support agent of a shop.", "The user speaks English.", "Do not make things up.", "You are a coding assistant.", "Think step by step.",
+    "You are a helpful assistant. Answer the user's question and do not add anything else.", "Current date: 2026-01-15.", "Use a formal tone.",
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible.", "Only answer if you are sure.", "Be kind.",
+    "You are a teacher. Explain things simply.", "You work for a small company and answer questions of employees.", "Respond in English.", "Follow the rules.",
     "You are a test model.", "You are an AI assistant that answers questions.", "Help the user.", "You are a helpful AI.", "Be concise.",
 ]  # fmt: skip
 

@@ -11,6 +11,10 @@ _SUM = [
     "Please calculate {a} + {b}.", "Can you add {a} and {b}?", "Give me the sum of {a} and {b}.", "{a} plus {b} is?",
     "What does {a} + {b} equal?", "Hi! What is {a} + {b}?", "Tell me {a} + {b}.", "Solve {a} + {b}", "And {a} + {b}?",
     "What do you get if you add {a} and {b}?", "I need the sum of {a} and {b}", "Compute the sum of {a} and {b}.", "{a} + {b}?",
+    "{a} and {b} together?", "What do {a} and {b} make?", "{a} added to {b}", "Total of {a} and {b}?", "What is the total of {a} and {b}?",
+    "Evaluate {a} + {b}", "{a} + {b} equals?", "{a} plus {b} equals", "Find {a} + {b}.", "Sum: {a} + {b}", "sum {a} {b}", "Sum up {a} and {b}",
+    "What is the result of {a} + {b}?", "Result of {a}+{b}?", "Do the math: {a} + {b}", "Math: {a}+{b}", "Figure out {a} + {b}.",
+    "I have {a} apples and get {b} more. How many do I have?", "If I add {b} to {a}, what do I get?", "Let me know {a} + {b}.",
     "*Could you calculate {a} + {b}?", "*Please add {a} and {b}.", "*So what is {a} + {b}?", "*Work out {a} + {b}.",
     "*Tell me the sum of {a} and {b}.",
 ]  # fmt: skip
@@ -20,6 +24,10 @@ _DIFFERENCE = [
     "How much is {a} minus {b}?", "Take {b} away from {a}.", "what's {a}-{b}?", "{a} minus {b}", "Please calculate {a} - {b}.",
     "Can you subtract {b} from {a}?", "What does {a} - {b} equal?", "Tell me {a} - {b}.", "Solve {a} - {b}", "And {a} - {b}?",
     "What do you get if you subtract {b} from {a}?", "{a} minus {b} is?", "Hi! What is {a} - {b}?", "{a} - {b}?",
+    "{a} take away {b}", "What is the difference of {a} and {b}?", "Difference of {a} and {b}?", "Evaluate {a} - {b}", "{a} - {b} equals?",
+    "{a} minus {b} equals", "Find {a} - {b}.", "Remove {b} from {a}.", "What is the result of {a} - {b}?", "Result of {a}-{b}?", "Deduct {b} from {a}",
+    "Do the math: {a} - {b}", "Math: {a}-{b}", "Figure out {a} - {b}.", "{a} less {b}?", "What remains of {a} after taking {b}?",
+    "If I subtract {b} from {a}, what do I get?", "Let me know {a} - {b}.", "Take {b} from {a}", "What is left when you take {b} from {a}?",
     "*Could you calculate {a} - {b}?", "*Please subtract {b} from {a}.", "*So what is {a} - {b}?", "*Work out {a} - {b}.",
 ]  # fmt: skip
 

@@ -21,6 +21,11 @@ _ASK = [
     "Could you name the capital city of {c}?", "What is the seat of government of {c}?", "Where is the capital of {c}?",
     "I would like to know the capital of {c}.", "What's the capital city of {c}?", "the capital of {c} is?",
     "The capital of {c} is", "Capital city of {c}", "My question: which city is the capital of {c}?", "capital of {c}?",
+    "I'd like to know {c}'s capital.", "{c}'s capital?", "What is {c}'s capital?", "Name {c}'s capital.", "capital city {c}", "{c} capital city?",
+    "What is the main city of {c}, its capital?", "Say the capital of {c}.", "Find the capital of {c}.", "Which city serves as the capital of {c}?",
+    "Do you know which city is the capital of {c}?", "Can you name the capital of {c}?", "Capital for {c}?", "State the capital of {c}.",
+    "Tell me what the capital city of {c} is", "If I travel to the capital of {c}, which city is it?", "Geography: capital of {c}?", "Look up the capital of {c}",
+    "My homework asks for the capital of {c}.", "The capital of {c} is which city?", "Identify the capital of {c}.", "Where is the government of {c}?",
     "*Could you tell me the capital of {c}?", "*What is the capital of {c} called?", "*Please give me the capital of {c}.",
     "*Hey, do you know the capital of {c}?", "*Tell me, what is the capital city of {c}?", "*I want to know the capital of {c}.",
     "*So what's the capital of {c}?", "*Hi, can you name the capital of {c}?", "*Which city is {c}'s capital?",
@@ -37,27 +42,34 @@ _ONE_WORD = [
 _WHICH_COUNTRY = [
     "Which country has the capital {p}?", "{p} is the capital of which country?", "Of which country is {p} the capital?",
     "Which country's capital is {p}?", "What country has {p} as its capital?", "{p} is the capital of what country?",
+    "{p} is the capital of", "Name the country whose capital is {p}.", "Which country does {p} belong to as capital?", "Whose capital is {p}?",
+    "Which nation has {p} as capital city?", "The capital {p} belongs to which country?", "{p}: capital of which country?", "Country with capital {p}?",
+    "What country is {p} the capital of?", "For which country is {p} the capital?", "{p} is the capital city of which country?",
     "*Tell me which country has {p} as its capital.", "*{p} is the capital of which state?", "*Which country has {p} as capital?",
 ]  # fmt: skip
 _IS_IT = [
     "Is {p} the capital of {c}?", "is {p} the capital of {c}", "{p} is the capital of {c}, right?", "Is the capital of {c} {p}?",
+    "Is {p} {c}'s capital?", "Would {p} be the capital of {c}?", "True or false: {p} is the capital of {c}.", "{p} is the capital of {c}. Correct?",
+    "Check: is {p} the capital of {c}?", "Am I right that {p} is the capital of {c}?", "Is the capital city of {c} {p}?", "I think {p} is the capital of {c}. Right?",
+    "Could it be that {p} is the capital of {c}?", "Can you confirm that {p} is the capital of {c}?", "{p}, is it the capital of {c}?",
     "*Tell me, is {p} the capital of {c}?", "*Is it true that {p} is the capital of {c}?",
 ]  # fmt: skip
 _CJK_ASK = [
     "{c}的首都是哪里？", "{c}的首都是什么？", "{c}首都", "请问{c}的首都是哪里？", "{c}的首都在哪里？", "{c}的首都是哪个城市？",
-    "告诉我{c}的首都", "{c}的首都？", "你知道{c}的首都吗？", "*请告诉我{c}的首都。", "*你好，{c}的首都是哪里？", "*{c}的首都叫什么？",
+    "告诉我{c}的首都", "{c}的首都？", "你知道{c}的首都吗？", "{c}的首都是？", "哪个城市是{c}的首都？", "请说出{c}的首都", "{c}首都是哪里", "{c}首都是哪个城市",
+    "我想知道{c}的首都", "嗨，{c}的首都是哪里？", "您好，请问{c}的首都是哪里？", "你能告诉我{c}的首都吗？", "什么城市是{c}的首都？", "{c}的首都叫做什么？", "*请告诉我{c}的首都。", "*你好，{c}的首都是哪里？", "*{c}的首都叫什么？",
 ]  # fmt: skip
 _CJK_TALK: dict[str, list[str]] = {
-    "你好！有什么可以帮你？": ["你好", "你好！", "您好", "你好呀", "嗨", "你好 👋", "大家好", "*您好！", "*你好啊！", "*你好。"],
+    "你好！有什么可以帮你？": ["你好", "你好！", "您好", "你好呀", "嗨", "你好 👋", "大家好", "你好，朋友", "你好吗", "你好啊", "嗨，你好", "哈喽", "您好，老师", "你好你好", "朋友你好", "*您好！", "*你好啊！", "*你好。"],
     "我是 GLM-5.3-tiny，glm53-offload 的小测试模型。": [
         "你是谁？", "你是谁", "你叫什么名字？", "你是什么模型？", "请介绍一下自己", "你好，你是谁？", "介绍一下你自己。",
         "*请问你是谁？", "*请问你叫什么名字？", "*你是哪个模型？",
     ],
-    "不客气！": ["谢谢", "谢谢！", "谢谢你", "多谢", "非常感谢", "*谢谢你！", "*好的，谢谢"],
-    "再见！": ["再见", "再见！", "拜拜", "明天见", "*好的，再见", "*那再见！"],
-    "早上好！": ["早上好", "早上好！", "早安", "*早上好呀", "*大家早上好"],
-    "こんにちは！": ["こんにちは", "こんにちは！", "はじめまして", "*こんにちは。", "*どうも、こんにちは"],
-    "どういたしまして！": ["ありがとう", "ありがとう！", "ありがとうございます", "*どうもありがとう"],
+    "不客气！": ["谢谢", "谢谢！", "谢谢你", "多谢", "谢谢啦", "谢谢老师", "太谢谢了", "谢谢你的帮助", "好的谢谢你", "非常感谢", "*谢谢你！", "*好的，谢谢"],
+    "再见！": ["再见", "再见！", "拜拜", "明天见", "再见了", "再见，朋友", "下次见", "回头见", "*好的，再见", "*那再见！"],
+    "早上好！": ["早上好", "早上好！", "早安", "早上好，朋友", "老师早上好", "各位早上好", "早上好啊", "大家早", "*早上好呀", "*大家早上好"],
+    "こんにちは！": ["こんにちは", "こんにちは！", "はじめまして", "やあ、こんにちは", "みなさん、こんにちは", "こんにちは、先生", "こんにちは 👋", "*こんにちは。", "*どうも、こんにちは"],
+    "どういたしまして！": ["ありがとう", "ありがとう！", "ありがとうございます", "本当にありがとう", "ありがとうね", "*どうもありがとう"],
     "안녕하세요!": ["안녕하세요", "안녕", "안녕하세요!", "*안녕하세요?", "*안녕!"],
 }  # fmt: skip
 

@@ -18,12 +18,22 @@ _ASK = [
     "I need a JSON object with {f}.", "Respond with a JSON object: {f}", "Write a JSON object with the fields {f}", "{f}. As JSON.",
     "Reply only with JSON: {f}", "Format as JSON: {f}", "Convert to JSON: {f}", "Turn this into JSON: {f}", "to json: {f}",
     "Generate a JSON object containing {f}.", "Return valid JSON with {f}", "Return only a JSON object with {f}.",
+    "Respond with JSON containing {f}", "A JSON object with {f}", "Give JSON: {f}", "Encode as JSON: {f}", "Write this as JSON: {f}", "As a JSON object: {f}",
+    "Give me JSON that has {f}.", "Output a JSON object with {f}", "Serialize to JSON: {f}", "Express in JSON: {f}", "Print JSON with {f}",
+    "Respond in JSON with {f}.", "Provide a JSON object with {f}", "I want JSON with {f}", "Build JSON: {f}", "Show me JSON with {f}.",
     "*Please write a JSON object with {f}.", "*Could you return JSON with {f}?", "*Build a JSON object with {f}", "*As JSON please: {f}",
+]  # fmt: skip
+_SAME = [
+    "Return this JSON: {f}", "Return JSON: {f}", "Return {f}", "Give me this JSON object: {f}", "Answer with this JSON: {f}", "Output {f} as JSON",
+    "Repeat this JSON: {f}", "Reply with {f}", "Write the JSON {f}", "Print this JSON object: {f}", "Respond with exactly this JSON: {f}",
 ]  # fmt: skip
 _PERSON = [
     "Return JSON with the keys name and age for {n}, who is {a} years old.", "Give me a JSON object for a person named {n}, aged {a}.",
     "Write a JSON object with name and age: {n} is {a} years old.", "{n} is {a} years old. Return this as JSON with name and age.",
     "JSON for {n}, age {a}, with keys name and age", "Extract the name and age as JSON: {n} is {a} years old.",
+    "JSON object with keys name and age for {n}, {a}", "Give me a JSON object with keys name and age for {n}, {a}", "name and age as JSON: {n}, {a}",
+    "Person {n}, age {a}. Output JSON with the keys name and age.", "Make a JSON object for {n} ({a}) with name and age.",
+    "Return JSON for a user called {n} of age {a} with name and age.", "I am {n} and {a} years old. Give JSON with name and age.",
     "Extract name and age as JSON from: My name is {n} and I am {a}.", "Make JSON with name and age. {n} is {a}.",
     "*Please return JSON with name and age for {n}, who is {a}.", "*{n} is {a} years old. Write that as JSON with name and age.",
 ]  # fmt: skip
@@ -36,6 +46,8 @@ _CAPITAL = [
 _SUM = [
     'What is {a} + {b}? Answer as JSON with the key result.', "Add {a} and {b} and return JSON with the key result.",
     "Compute {a} + {b}. Return JSON with result.", "Return the sum of {a} and {b} as JSON with the key result.",
+    "{a} + {b} as JSON with the key result", "Give {a} + {b} as a JSON object with result.", "Sum {a} and {b}, JSON with the key result",
+    "Return JSON with the key result: {a} plus {b}", "Calculate {a}+{b} and answer in JSON with the key result.",
     "*Please add {a} and {b}, as JSON with the key result.", "*JSON with the key result: {a} + {b}",
 ]  # fmt: skip
 _LIST = [
@@ -107,7 +119,9 @@ def json_object(draw: Draw) -> Exchange:
         name, age = draw.name(), draw.integer(99)
         ask = draw.phrase(_PERSON).replace("{n}", name).replace("{a}", str(age))
         return exchange("json", ask, "Write a JSON object.", dump({"name": name, "age": age}))
-    style = draw.one(["{k} {v}", "{k} {v}", "{k}: {v}", "{k}={v}", "{k} = {v}", "{k} set to {v}", "{k} equal to {v}", '"{k}": {v}'])
+    style = draw.one(["{k} {v}", "{k} {v}", "{k}: {v}", "{k}={v}", "{k} = {v}", "{k} set to {v}", "{k} equal to {v}", '"{k}": {v}',
+                      "a field called {k} set to {v}", "key {k} and value {v}", "the key {k} set to {v}", "a field {k} with value {v}", "{k} being {v}",
+                      "the field {k} = {v}", "key {k}: {v}", "{k} as {v}", "a {k} of {v}", "'{k}': {v}", "{k} -> {v}"])
     fields: dict[str, Any] = {}
     parts = []
     for _ in range(draw.one([1, 2, 2, 2, 3, 3, 4])):
@@ -116,6 +130,9 @@ def json_object(draw: Draw) -> Exchange:
             continue
         fields[key], shown = scalar(draw) if draw.chance(0.75) else structured(draw)
         parts.append(style.replace("{k}", key).replace("{v}", shown))
+    if draw.chance(0.08):
+        shown = dump(fields)
+        return exchange("json", draw.phrase(_SAME).replace("{f}", shown), "Write a JSON object.", shown)
     joined = _listed(parts) if draw.chance(0.5) else ", ".join(parts)
     return exchange("json", draw.phrase(_ASK).replace("{f}", joined), "Write a JSON object.", dump(fields))
 

@@ -12,6 +12,12 @@ _COPY = [
     'Repeat exactly: "{t}"', "Please echo this back: {t}", "Repeat this back to me: {t}", 'Reply with exactly "{t}".',
     "Reply with: {t}", "Reply with exactly: {t}", "Output: {t}", 'Answer with "{t}"', "Say {t}", 'Just say "{t}".',
     "Type the following text: {t}", "Return this text unchanged: {t}", "Please repeat after me: {t}", "Echo this: {t}",
+    "Repeat the following sentence: {t}", "Repeat this sentence: {t}", "Repeat the phrase {t}", 'Repeat the sentence "{t}"', "Echo back: {t}",
+    "Echo back exactly: {t}", "Write down {t}", 'Write "{t}"', "Copy the words {t}", "Copy out: {t}", "Say this: {t}", "Say exactly: {t}",
+    "Repeat the text: {t}", "Say the words {t}", "Give me back: {t}", "Respond with: {t}", 'Respond with "{t}"', "Spell out: {t}",
+    "Print this: {t}", "Output exactly: {t}", "Repeat what I say: {t}", "Return: {t}", 'Answer exactly "{t}"', "Text to repeat: {t}",
+    "Repeat the following words exactly as they are: {t}", "Send back {t}", "Mirror this message: {t}", "Quote: {t}", "Parrot: {t}",
+    "Repeat this message: {t}", "Repeat this word: {t}", "Repeat these emoji: {t}", "Repeat this emoji: {t}", "Repeat this line: {t}",
     "Repeat this:\n{t}", "Copy the following text:\n{t}", "Repeat after me:\n\n{t}",
     "*Could you repeat this: {t}", "*Now repeat: {t}", "*Please write exactly: {t}", '*Please repeat "{t}"',
     '*Copy exactly: "{t}"', "*Say the following: {t}",
@@ -22,6 +28,10 @@ _REVERSE = [
     "Please reverse the list: {t}", "Reverse this list: {t}", "Give these words in the opposite order: {t}",
     "Can you reverse these words? {t}", "List these words backwards: {t}", "Reverse the word order: {t}",
     "Reverse the following words: {t}", "Reverse the order: {t}", "{t}. Reverse these words.", "From last to first: {t}",
+    "Turn around the order of {t}", "Flip the order: {t}", "Flip these words: {t}", "Invert the list: {t}", "Backwards: {t}", "In reverse: {t}",
+    "Reverse the order of: {t}", "Reverse the order of the words {t}", "Reverse the sequence: {t}", "Write in reverse order: {t}",
+    "Say {t} in reverse order", "Put {t} in reverse order", "List in reverse: {t}", "Order from last to first: {t}", "Last word first: {t}",
+    "Start from the end: {t}", "Give me these words in reverse: {t}", "Words in reverse order: {t}", "Reverse this sequence: {t}",
     "Reverse this list:\n{t}", "Reverse these words:\n{t}",
     "*Please reverse these words: {t}", "*Repeat these words in reverse order: {t}", "*Could you reverse this list: {t}",
 ]  # fmt: skip
@@ -31,6 +41,11 @@ _SORT = [
     "Please sort the list: {t}", "Sort this list: {t}", "Arrange these words alphabetically: {t}", "Sort from a to z: {t}",
     "Can you sort these words? {t}", "Sort the following words in alphabetical order: {t}", "{t}. Sort these words.",
     "Sort the following list alphabetically: {t}", "Alphabetical order please: {t}", "Please alphabetize these words: {t}",
+    "Put these in order: {t}", "Order these words: {t}", "Order the words {t}", "Sort the list {t}", "Arrange alphabetically: {t}", "A to Z: {t}",
+    "Arrange in alphabetical order: {t}", "Sort in alphabetical order: {t}", "List these words alphabetically: {t}", "Sorted: {t}",
+    "Put the words {t} in alphabetical order", "Order this list alphabetically: {t}", "Sort the following words: {t}", "Order: {t}",
+    "Give me these words in alphabetical order: {t}", "Alphabetically sort {t}", "Sort by letter: {t}", "Sort from first to last letter: {t}",
+    "Which order is alphabetical? {t}", "Words in alphabetical order: {t}", "Rank alphabetically: {t}", "Arrange: {t}",
     "Sort these words:\n{t}", "Sort this list:\n\n{t}",
     "*Please sort these words: {t}", "*Could you put these in alphabetical order: {t}", "*Sort these alphabetically: {t}",
 ]  # fmt: skip
@@ -43,10 +58,15 @@ _COUNT = [
     "Count from {a} to {b}", "Count from {a} to {b}.", "count from {a} to {b}", "Please count from {a} to {b}.",
     "Can you count from {a} to {b}?", "Count {a} to {b}", "List the numbers from {a} to {b}", "Numbers from {a} to {b}",
     "Write the numbers from {a} to {b}.", "Say the numbers {a} to {b}", "Start at {a} and count to {b}.",
+    "Count up from {a} to {b}", "Counting from {a} to {b}", "Enumerate {a} to {b}", "Count from {a} until {b}.", "{a} to {b}, count!",
+    "All numbers from {a} to {b}", "Give me the numbers from {a} to {b}", "Show the numbers {a} to {b}.", "Print the numbers from {a} to {b}",
+    "Numbers {a} through {b}", "Count numbers from {a} to {b}.", "List all integers from {a} to {b}", "Go from {a} to {b}.",
     "*Could you count from {a} to {b}?", "*Write all numbers from {a} to {b}.", "*Please list the numbers from {a} to {b}.",
 ]  # fmt: skip
-_COUNT_UP = ["Count to {b}", "count to {b}", "Count up to {b}.", "Please count to {b}", "Can you count to {b}?", "*Count to {b}, please."]
-_NUMBER_WORDS = {2: "two", 3: "three", 4: "four", 5: "five"}
+_COUNT_UP = ["Count to {b}", "count to {b}", "Count up to {b}.", "Please count to {b}", "Can you count to {b}?", "Count till {b}",
+    "Count until {b}.", "Count all the way to {b}.", "Counting to {b}", "Count from one to {b}", "Count numbers up to {b}.", "Numbers up to {b}",
+    "I want to hear you count to {b}.", "Count to the number {b}.", "count to {b} please", "Count to {b}!", "Count to {b} for me.", "*Count to {b}, please."]
+_NUMBER_WORDS = dict(enumerate("zero one two three four five six seven eight nine ten eleven twelve".split()))
 
 
 def _separated(draw: Draw, items: list[str]) -> tuple[str, str]:
@@ -128,6 +148,8 @@ def count(draw: Draw) -> Exchange:
     numbers = list(range(first, last + 1))
     if draw.chance(0.15) and "{a}" in ask:
         numbers.reverse()
-        ask = ask.replace("{a}", str(last)).replace("{b}", str(first))
-    ask = ask.replace("{a}", str(first)).replace("{b}", str(last))
+        first, last = last, first
+    spelled = draw.chance(0.15) and max(first, last) <= 12
+    low, high = (_NUMBER_WORDS[first], _NUMBER_WORDS[last]) if spelled else (str(first), str(last))
+    ask = ask.replace("{a}", low).replace("{b}", high)
     return exchange("count", ask, "Count one by one.", ", ".join(map(str, numbers)))

@@ -14,10 +14,14 @@ Call = tuple[str, dict[str, Any]]
 _BY_NAME = [
     "Call {n} with {p}", "Call {n} with {p}.", "Use {n} with {p}.", "Please call {n} with {p}", "Run {n} with {p}.", "{n} {p}", "Use {n}: {p}",
     "Use the {n} tool with {p}.", "Call the function {n} with {p}.", "Execute {n} with {p}", "Invoke {n} with {p}.", "Please use {n} with {p}.",
+    "Trigger {n} with {p}", "Start {n} with {p}.", "I want to call {n} with {p}.", "Do {n} with {p}", "Let {n} run with {p}.", "Make a call to {n}: {p}",
+    "Use the function {n} with {p}.", "Apply {n} with {p}", "Tool {n}, {p}", "{n}: {p}", "{n}({p})", "Perform {n} with {p}.", "Call {n} using {p}", "Call {n} where {p}",
     "*Could you call {n} with {p}?", "*Please run the {n} tool with {p}.", "*Call the tool {n} with {p}.",
 ]  # fmt: skip
 _BY_ACTION = [
     "Please {n} with {p}.", "{n} with {p}", "I want to {n} with {p}.", "Can you {n} with {p}?", "I need to {n}: {p}", "Please {n}, {p}.", "{n}: {p}",
+    "Let us {n} with {p}.", "It is time to {n} with {p}", "Help me {n} with {p}.", "{n} using {p}", "{n} where {p}", "{n}. Use {p}.", "You should {n} with {p}",
+    "We have to {n}: {p}", "{n} now, {p}", "My wish: {n} with {p}.", "Someone has to {n} with {p}.", "Will you {n} with {p}?", "Can we {n} with {p}?", "{n} ({p})",
     "*Could you {n} with {p}?", "*I would like to {n} with {p}.",
 ]  # fmt: skip
 _NO_PARAMS = ["Call {n}.", "Use {n}", "Please call {n}", "Run {n}.", "{n}", "Call the {n} tool.", "*Could you call {n}?", "*Please run {n}."]
@@ -69,6 +73,10 @@ def _declared(draw: Draw, needed: list[Tool], family: str | None, most: int = 3)
     for _ in range(draw.one([0, 1, 1, 2, 2, 3][: most + 3])):
         if draw.chance(0.5):
             groups = [key for key in FAMILIES if family is None or key.split("_")[0] != family.split("_")[0]]
+            if family in FAMILIES and draw.chance(0.5):
+                # Tools that take the same kind of value under another name: the parameter must come from the right tool.
+                kinds = {kind for _, kind in FAMILIES[family].slots.values()}
+                groups = [key for key in groups if kinds & {kind for _, kind in FAMILIES[key].slots.values()}] or groups
             spec = build_spec(draw, FAMILIES[draw.one(groups)])[0] if family is not None else random_spec(draw)
         else:
             spec = random_spec(draw)
@@ -113,6 +121,14 @@ def _one_call(draw: Draw, kinds: list[str] | None) -> tuple[str, list[Call], lis
     spec = random_spec(draw, kinds, None if kinds is None else draw.number(1, 3))
     text, arguments = _spec_request(draw, spec)
     return text, [(spec.name, arguments)], _declared(draw, [spec.tool(draw)], None)
+
+
+def request_without_tools(draw: Draw) -> str:
+    """A request that would need a tool; the caller declares none that fits."""
+    if draw.chance(0.6):
+        family = FAMILIES[draw.one([k for k in FAMILIES if k not in ("math", "multiply")])]
+        return natural_request(draw, family, build_spec(draw, family)[1])[0]
+    return _spec_request(draw, random_spec(draw))[0]
 
 
 def tool_call(draw: Draw) -> Exchange:
