@@ -25,6 +25,7 @@ mmdebstrap --quiet --variant=minbase --mode=root --include=git,make,ca-certifica
 mount -t proc proc "$root/proc" && mounts+=("$root/proc")
 mount -t sysfs sys "$root/sys" && mounts+=("$root/sys")
 bind /dev
+[ -d /dev/pts ] && bind /dev/pts
 mount -t tmpfs -o size=2g tmpfs "$root/dev/shm" && mounts+=("$root/dev/shm")
 cp /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
 
