@@ -114,19 +114,18 @@ void band_float(const BandArgs& args) {
   const size_t stride = static_cast<size_t>(args.out_tiles) * 32 * K;
   const uint8_t* top = reinterpret_cast<const uint8_t*>(args.trellis) + static_cast<size_t>(args.band) * kTiles * 32 * K;
   const uint32_t length = group_blocks(args.in_blocks);
-  for (uint32_t b = 0; b < args.in_blocks; ++b) {
+  const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
+  for (uint32_t b = args.first_group * length; b < end; ++b) {
     for (int tile = 0; tile < kTiles; ++tile) {
       const uint8_t* at = top + b * kTiles * stride + tile * 32 * K;
       for (int kt = 0; kt < kTiles; ++kt) decode_tile<K>(at + kt * stride, multiplier, increment, scratch.weights + 16 * kt);
       multiply_rows(args, b, scratch.weights, scratch.z[b / length][tile]);
     }
   }
-  for (uint32_t m = 0; m < args.rows; ++m) {
-    for (int tile = 0; tile < kTiles; ++tile) {
-      for (int c = 0; c < 16; ++c) {
-        const auto group = [&](int g) { return scratch.z[g][tile][m][c]; };
-        args.z[m * kBlock + tile * 16 + c] = (group(0) + group(1)) + (group(2) + group(3));
-      }
+  for (uint32_t g = args.first_group; g < args.end_group; ++g) {
+    for (uint32_t m = 0; m < args.rows; ++m) {
+      float* z = args.groups + (static_cast<size_t>(g) * args.rows + m) * kBlock;
+      for (int tile = 0; tile < kTiles; ++tile) memcpy(z + tile * 16, scratch.z[g][tile][m], 16 * sizeof(float));
     }
   }
 }

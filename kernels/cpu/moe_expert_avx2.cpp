@@ -200,4 +200,13 @@ void band(const BandArgs& args) {
 
 }  // namespace
 
+void glm53::prepare_block_avx2(const void* x, uint32_t x_dtype, const uint16_t* suh, int16_t* q, float* scale, int32_t* sum,
+                               const BlockTrace* trace) {
+  prepare_block(x, x_dtype, suh, q, scale, sum, trace);
+}
+void glm53::finish_block_avx2(const float* z, const uint16_t* svh, const uint16_t* bias, float* out) { finish_block(z, svh, bias, out); }
+void glm53::activate_block_avx2(uint32_t activation, float limit, const float* g, const float* u, float* a) {
+  activate_block(activation, limit, g, u, a);
+}
+
 const glm53::KernelOps glm53::kAvx2Ops = {prepare_block, band, finish_block, activate_block};

@@ -46,12 +46,22 @@ void prepare_block(const void* x, uint32_t x_dtype, const uint16_t* suh, int16_t
   quantise_block(v, q, scale, sum);
 }
 
+/* The states of tile (kt, tile_column), whatever the layout. */
+void states_of(const BandArgs& args, uint32_t kt, uint32_t tile_column, uint16_t* states) {
+  if (args.layout == MOE_LAYOUT_NATIVE) {
+    return tile_states(args.trellis + (static_cast<size_t>(kt) * args.out_tiles + tile_column) * tile_halfwords(args.k), args.k, states);
+  }
+  uint16_t tile[16 * kMaxBits];
+  native_tile(args.trellis + planar_tile(kt, tile_column, args.in_blocks) * tile_halfwords(args.k), args.k, tile);
+  tile_states(tile, args.k, states);
+}
+
 /* z of one tile column (16 outputs) gains block b: integer sums, one conversion. */
 void add_block_mul1(const BandArgs& args, uint32_t tile_column, uint32_t b, float (*z)[16]) {
   int32_t sums[MOE_MAX_ROWS][16] = {};
   for (uint32_t kt = b * kBlockTiles; kt < (b + 1) * kBlockTiles; ++kt) {
     uint16_t states[kTileWeights];
-    tile_states(args.trellis + (static_cast<size_t>(kt) * args.out_tiles + tile_column) * tile_halfwords(args.k), args.k, states);
+    states_of(args, kt, tile_column, states);
     for (uint32_t r = 0; r < 16; ++r) {
       int32_t weights[16];
       for (uint32_t c = 0; c < 16; ++c) weights[c] = mul1_byte_sum(states[tile_position(r, c)]) - 510;
@@ -76,7 +86,7 @@ void add_block_float(const BandArgs& args, uint32_t tile_column, uint32_t b, flo
   float sums[MOE_MAX_ROWS][16] = {};
   for (uint32_t kt = b * kBlockTiles; kt < (b + 1) * kBlockTiles; ++kt) {
     uint16_t states[kTileWeights];
-    tile_states(args.trellis + (static_cast<size_t>(kt) * args.out_tiles + tile_column) * tile_halfwords(args.k), args.k, states);
+    states_of(args, kt, tile_column, states);
     for (uint32_t r = 0; r < 16; ++r) {
       float weights[16];
       for (uint32_t c = 0; c < 16; ++c) weights[c] = half_to_float(state_weight(states[tile_position(r, c)], args.codebook));
@@ -94,18 +104,20 @@ void add_block_float(const BandArgs& args, uint32_t tile_column, uint32_t b, flo
 
 void band(const BandArgs& args) {
   const uint32_t length = group_blocks(args.in_blocks);
+  const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
   for (uint32_t tile = 0; tile < kBlockTiles; ++tile) {
-    float groups[4][MOE_MAX_ROWS][16] = {};
-    for (uint32_t b = 0; b < args.in_blocks; ++b) {
+    float groups[kGroups][MOE_MAX_ROWS][16] = {};
+    for (uint32_t b = args.first_group * length; b < end; ++b) {
       if (args.codebook == MOE_CODEBOOK_MUL1) {
         add_block_mul1(args, args.band * kBlockTiles + tile, b, groups[b / length]);
       } else {
         add_block_float(args, args.band * kBlockTiles + tile, b, groups[b / length]);
       }
     }
-    for (uint32_t m = 0; m < args.rows; ++m) {
-      float* z = args.z + m * kBlock + tile * 16u;
-      for (uint32_t c = 0; c < 16; ++c) z[c] = (groups[0][m][c] + groups[1][m][c]) + (groups[2][m][c] + groups[3][m][c]);
+    for (uint32_t g = args.first_group; g < args.end_group; ++g) {
+      for (uint32_t m = 0; m < args.rows; ++m) {
+        memcpy(args.groups + (static_cast<size_t>(g) * args.rows + m) * kBlock + tile * 16u, groups[g][m], sizeof groups[g][m]);
+      }
     }
   }
 }

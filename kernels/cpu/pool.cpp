@@ -1,4 +1,10 @@
-/* The pool of kernel threads. A unit of work is one expert for up to 8 rows.
+/* The pool of kernel threads: one queue of units over the whole call.
+ *
+ * A unit is a chunk of inputs to prepare, or a 128-wide band of gate and up together, or of down, of one expert for up to 8 rows. All
+ * chunks come first, then all gate-and-up bands, then all down bands, and threads take them in this order. There is no barrier: a unit
+ * waits for its own expert's counters only, and what it waits for was taken earlier, by a thread that is computing it or waits for
+ * something taken earlier still. So the oldest unfinished unit never waits, whatever the system does to the threads. When there are few
+ * bands for the threads, a band is cut at the group borders of the arithmetic as well.
  *
  * Publication: run() writes the units, then stores `ticket` = (call number << 32 | units left). A thread claims a unit by compare-and-swap
  * on that word, so a thread that wakes late, with an old call number in mind, can never claim a unit of a call it has not seen. A call ends
@@ -6,6 +12,7 @@
  * Waiting: a thread watches the word for a short while and then sleeps on a condition variable, so that an idle pool costs no CPU time.
  */
 #include <pthread.h>
+#include <sched.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -27,21 +34,47 @@ using namespace glm53;
 namespace {
 
 constexpr uint32_t kMaxThreads = 1024;
-constexpr int kSpins = 2000; /* about 20 to 50 us of pauses */
+constexpr int kSpins = 2000;              /* about 20 to 50 us of pauses */
+constexpr int kUnitSpins = 200;           /* pauses before a unit that waits gives its CPU to whoever computes what it waits for */
+constexpr uint32_t kWaveEvaluations = 64; /* bounds the memory of a call: longer ones are computed in waves */
+constexpr uint32_t kUnitsPerThread = 4;   /* with fewer units a thread than this, bands are split */
+
+enum class Stage : uint8_t { kPrepare, kInner, kOuter };
 
 struct Unit {
+  uint32_t evaluation;
+  uint32_t index; /* chunk or band */
+  Stage stage;
+  uint8_t part;
+};
+
+/* A group of rows of a task. */
+struct Rows {
   const MoeTask* task;
-  uint32_t first_row;
-  uint32_t rows;
+  uint32_t first, count;
 };
 
 uint32_t call_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
 uint32_t units_left(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
 
+/* How much a group of rows costs, in weights decoded for one row: decoding is most of it, each further row adds about two fifths. */
+double cost_of(const Rows& rows) {
+  const MoeExpertShape& shape = *rows.task->shape;
+  return (is_gateless(shape) ? 2.0 : 3.0) * shape.hidden * shape.inter * (0.6 + 0.4 * rows.count);
+}
+
+/* Splits so that `units` become at least kUnitsPerThread a thread. */
+uint32_t split_for(uint64_t units, size_t threads) {
+  const uint64_t wanted = uint64_t{kUnitsPerThread} * threads;
+  return units >= wanted ? 1u : 2 * units >= wanted ? 2u : kGroups;
+}
+
 }  // namespace
 
 struct MoePool {
-  explicit MoePool(Choice chosen, uint32_t num_threads) : choice(std::move(chosen)), workspaces(num_threads) {}
+  explicit MoePool(Choice chosen, uint32_t num_threads) : choice(std::move(chosen)), scratch(num_threads) {
+    for (auto& one : scratch) one = std::make_unique<ThreadScratch>();
+  }
 
   ~MoePool() {
     {
@@ -53,7 +86,7 @@ struct MoePool {
   }
 
   void start(const int32_t* cpus, uint32_t num_cpus) {
-    for (uint32_t i = 1; i < workspaces.size(); ++i) {
+    for (uint32_t i = 1; i < scratch.size(); ++i) {
       threads.emplace_back([this, i] { serve(i); });
       pthread_setname_np(threads.back().native_handle(), ("moe-" + std::to_string(i)).c_str());
       if (num_cpus == 0) continue;
@@ -67,36 +100,110 @@ struct MoePool {
   }
 
   int run(const MoeTask* tasks, uint32_t num_tasks) {
-    units.clear();
+    groups.clear();
     for (uint32_t i = 0; i < num_tasks; ++i) {
       if (check_task(tasks[i]) != 0) return -1;
-      if (tasks[i].num_rows == 0) continue;
-      for (Workspace& workspace : workspaces) {
-        if (!workspace.reserve(*tasks[i].shape)) return fail("out of memory for the scratch of a task");
-      }
       for (uint32_t row = 0; row < tasks[i].num_rows; row += MOE_MAX_ROWS) {
         const uint32_t left = tasks[i].num_rows - row;
-        units.push_back({&tasks[i], row, left < MOE_MAX_ROWS ? left : MOE_MAX_ROWS});
+        groups.push_back({&tasks[i], row, left < MOE_MAX_ROWS ? left : MOE_MAX_ROWS});
       }
     }
-    if (units.size() > 0xFFFFFFFFu) return fail("too many rows in one call");
-    if (threads.empty() || units.size() < 2) {
-      for (const Unit& unit : units) compute(unit, 0);
-      return 0;
+    for (size_t first = 0; first < groups.size(); first += kWaveEvaluations) {
+      const size_t left = groups.size() - first;
+      if (!run_wave(&groups[first], left < kWaveEvaluations ? left : kWaveEvaluations))
+        return fail("out of memory for the scratch of a task");
     }
-    publish(static_cast<uint32_t>(units.size()));
-    const uint32_t call = call_of(ticket.load(std::memory_order_relaxed));
-    work(call, 0);
-    wait_until_done(static_cast<uint32_t>(units.size()));
     return 0;
   }
 
   Choice choice;
-  std::vector<Workspace> workspaces; /* [0] is the caller's */
+  std::vector<std::unique_ptr<ThreadScratch>> scratch; /* [0] is the caller's */
+  uint32_t forced_splits = 0;                          /* 0: by the number of units */
+  double inline_cost = kInlineCost;
 
  private:
+  /* A job of this many weights takes about 15 us: waking threads and sharing the work costs more than it saves. */
+  static constexpr double kInlineCost = 2e5;
+
+  const KernelOps& ops_for(uint32_t rows) const { return *choice.ops[rows]; }
+
+  bool run_wave(const Rows* rows, size_t count) {
+    double cost = 0;
+    for (size_t i = 0; i < count; ++i) cost += cost_of(rows[i]);
+    if (!threads.empty() && cost >= inline_cost) return run_shared(rows, count);
+    for (size_t i = 0; i < count; ++i) {
+      if (!evaluate(ops_for(rows[i].count), memory, *scratch[0], *rows[i].task, rows[i].first, rows[i].count, nullptr)) return false;
+    }
+    return true;
+  }
+
+  bool run_shared(const Rows* rows, size_t count) {
+    if (!place(rows, count)) return false;
+    list_units(count);
+    publish(static_cast<uint32_t>(units.size()));
+    const uint32_t call = call_of(ticket.load(std::memory_order_relaxed));
+    work(call, 0);
+    wait_until_done(static_cast<uint32_t>(units.size()));
+    return true;
+  }
+
+  bool place(const Rows* rows, size_t count) {
+    uint64_t inner = 0, outer = 0;
+    for (size_t i = 0; i < count; ++i) {
+      inner += rows[i].task->shape->inter / kBlock;
+      outer += rows[i].task->shape->hidden / kBlock;
+    }
+    Splits splits = {split_for(inner, scratch.size()), split_for(outer, scratch.size())};
+    if (forced_splits != 0) splits = {forced_splits, forced_splits};
+    size_t bytes = 0;
+    for (size_t i = 0; i < count; ++i) bytes += Evaluation::bytes(*rows[i].task->shape, rows[i].count, splits);
+    char* at = memory.reserve(bytes);
+    if (at == nullptr) return false;
+    for (size_t i = 0; i < count; ++i) {
+      evaluations[i].place(ops_for(rows[i].count), *rows[i].task, rows[i].first, rows[i].count, splits, at, nullptr);
+      at += Evaluation::bytes(*rows[i].task->shape, rows[i].count, splits);
+    }
+    return true;
+  }
+
+  void list_units(size_t count) {
+    units.clear();
+    const auto add = [this](size_t i, Stage stage, uint32_t number, uint32_t parts) {
+      for (uint32_t index = 0; index < number; ++index) {
+        for (uint32_t part = 0; part < parts; ++part) {
+          units.push_back({static_cast<uint32_t>(i), index, stage, static_cast<uint8_t>(part)});
+        }
+      }
+    };
+    for (size_t i = 0; i < count; ++i) add(i, Stage::kPrepare, evaluations[i].num_chunks(), 1);
+    for (size_t i = 0; i < count; ++i) add(i, Stage::kInner, evaluations[i].inner_bands(), evaluations[i].splits().inner);
+    for (size_t i = 0; i < count; ++i) add(i, Stage::kOuter, evaluations[i].outer_bands(), evaluations[i].splits().outer);
+  }
+
   void compute(const Unit& unit, uint32_t thread) {
-    evaluate(*choice.ops, workspaces[thread], *unit.task, unit.first_row, unit.rows, nullptr);
+    Evaluation& evaluation = evaluations[unit.evaluation];
+    switch (unit.stage) {
+      case Stage::kPrepare:
+        return evaluation.prepare(unit.index);
+      case Stage::kInner:
+        wait_for([&evaluation] { return evaluation.prepared(); });
+        return evaluation.inner(unit.index, unit.part, *scratch[thread]);
+      case Stage::kOuter:
+        wait_for([&] { return evaluation.outer_ready(unit.part); });
+        return evaluation.outer(unit.index, unit.part, *scratch[thread]);
+    }
+  }
+
+  /* What is awaited is being computed by another thread of the pool; when that one lost its CPU, it may get ours. */
+  template <typename Ready>
+  static void wait_for(Ready ready) {
+    for (int i = 0; !ready(); ++i) {
+      if (i < kUnitSpins) {
+        _mm_pause();
+      } else {
+        sched_yield();
+      }
+    }
   }
 
   void publish(uint32_t num_units) {
@@ -116,7 +223,7 @@ struct MoePool {
     while (call_of(seen) == call && units_left(seen) > 0) {
       if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       const uint32_t total = static_cast<uint32_t>(units.size()); /* stable: the call cannot end before this unit is done */
-      compute(units[units_left(seen) - 1], thread);
+      compute(units[total - units_left(seen)], thread);
       if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == total && thread != 0) {
         const std::lock_guard<std::mutex> lock(mutex);
         finished.notify_one();
@@ -155,7 +262,10 @@ struct MoePool {
     return !stopping.load();
   }
 
+  std::vector<Rows> groups;
   std::vector<Unit> units;
+  Evaluation evaluations[kWaveEvaluations];
+  Memory memory; /* of the evaluations of a wave */
   std::vector<std::thread> threads;
   std::mutex mutex;
   std::condition_variable wake;     /* a call was published, or the pool ends */
@@ -178,7 +288,7 @@ extern "C" MoePool* moe_pool_create(uint32_t variant, uint32_t num_threads, cons
     return nullptr;
   }
   Choice choice = choose_variant(variant, host_features());
-  if (choice.ops == nullptr) {
+  if (choice.ops[1] == nullptr) {
     fail("%s", choice.reason.c_str());
     return nullptr;
   }
@@ -199,6 +309,24 @@ extern "C" int moe_pool_run(MoePool* pool, const MoeTask* tasks, uint32_t num_ta
   return pool->run(tasks, num_tasks);
 } catch (const std::bad_alloc&) {
   return fail("out of memory in moe_pool_run");
+}
+
+extern "C" int moe_pool_tune(MoePool* pool, const MoeExpertShape* shape) try {
+  if (pool == nullptr || shape == nullptr) return fail("pool and shape must not be NULL");
+  if (check_shape(*shape) != 0) return -1;
+  const FloatStateGuard guard;
+  tune_choice(pool->choice, *shape);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return fail("out of memory in moe_pool_tune");
+}
+
+extern "C" int moe_pool_force(MoePool* pool, uint32_t splits, double inline_cost) {
+  if (pool == nullptr) return fail("pool must not be NULL");
+  if (splits != 0 && splits != 1 && splits != 2 && splits != 4) return fail("splits = %u is not 0, 1, 2 or 4", splits);
+  pool->forced_splits = splits;
+  pool->inline_cost = inline_cost;
+  return 0;
 }
 
 extern "C" uint32_t moe_pool_variant(const MoePool* pool) { return pool->choice.variant; }

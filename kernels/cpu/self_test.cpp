@@ -5,6 +5,7 @@
 #include <chrono>
 #include <initializer_list>
 #include <memory>
+#include <vector>
 
 #include "cpu/expert.h"
 #include "cpu/numerics.h"
@@ -64,11 +65,20 @@ bool make_sample(Sample& sample, uint32_t k, uint32_t codebook) {
 
 constexpr uint32_t kRows[MOE_MAX_ROWS] = {0, 1, 2, 3, 4, 5, 6, 7};
 
-double run_us(const KernelOps& ops, Workspace& workspace, Sample& sample, uint32_t which, uint32_t rows) {
+struct Room {
+  Memory memory;
+  ThreadScratch scratch;
+};
+
+double since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+}
+
+double run_us(const KernelOps& ops, Room& room, Sample& sample, uint32_t which, uint32_t rows) {
   const MoeTask task = {&sample.shape, sample.record, sample.x, kRows, sample.out[which], kRows, rows, MOE_DTYPE_F32};
   const auto start = std::chrono::steady_clock::now();
-  evaluate(ops, workspace, task, 0, rows, nullptr);
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count();
+  if (!evaluate(ops, room.memory, room.scratch, task, 0, rows, nullptr)) return 1e30;
+  return since(start);
 }
 
 bool same_output(const Sample& sample, uint32_t rows) { return memcmp(sample.out[0], sample.out[1], rows * kHidden * sizeof(float)) == 0; }
@@ -77,27 +87,58 @@ bool same_output(const Sample& sample, uint32_t rows) { return memcmp(sample.out
 
 SelfTest run_self_test(const KernelOps& candidate) {
   const FloatStateGuard guard;
-  SelfTest result = {false, 1e30, 1e30};
+  SelfTest result = {};
+  result.scalar_us = 1e30;
+  for (double& us : result.candidate_us) us = 1e30;
   const auto sample = std::make_unique<Sample>();
-  Workspace workspace;
+  const auto room = std::make_unique<Room>();
   for (const uint32_t codebook : {MOE_CODEBOOK_3INST, MOE_CODEBOOK_MCG, MOE_CODEBOOK_MUL1}) {
     for (uint32_t k = 1; k <= 8; ++k) {
-      if (!make_sample(*sample, k, codebook) || !workspace.reserve(sample->shape)) return result;
+      if (!make_sample(*sample, k, codebook)) return result;
       const uint32_t rows = 1 + (k + 6) % MOE_MAX_ROWS; /* every number of rows once */
-      run_us(kScalarOps, workspace, *sample, 0, rows);
-      run_us(candidate, workspace, *sample, 1, rows);
+      run_us(kScalarOps, *room, *sample, 0, rows);
+      run_us(candidate, *room, *sample, 1, rows);
       if (!same_output(*sample, rows)) return result;
     }
   }
-  result.same_bits = true;
   if (!make_sample(*sample, 3, MOE_CODEBOOK_MUL1)) return result;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    const double scalar_us = run_us(kScalarOps, workspace, *sample, 0, 1);
-    const double candidate_us = run_us(candidate, workspace, *sample, 1, 1);
-    result.scalar_us = scalar_us < result.scalar_us ? scalar_us : result.scalar_us;
-    result.candidate_us = candidate_us < result.candidate_us ? candidate_us : result.candidate_us;
+  for (uint32_t rows = 1; rows <= MOE_MAX_ROWS; ++rows) {
+    const double scalar_us = run_us(kScalarOps, *room, *sample, 0, rows);
+    if (rows == 1) result.scalar_us = scalar_us;
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      const double us = run_us(candidate, *room, *sample, 1, rows);
+      result.candidate_us[rows] = us < result.candidate_us[rows] ? us : result.candidate_us[rows];
+    }
+    if (!same_output(*sample, rows)) return result;
   }
+  result.same_bits = true;
   return result;
+}
+
+bool time_shape(const KernelOps& ops, const MoeExpertShape& shape, double* us) {
+  const uint32_t blocks = shape.hidden / kBlock;
+  const size_t trellis_bytes = size_t{shape.hidden} * kBlock / 8u * shape.k_up;
+  std::vector<uint16_t> trellis(trellis_bytes / 2);
+  std::vector<int16_t> q(size_t{MOE_MAX_ROWS} * shape.hidden);
+  std::vector<float> scale(MOE_MAX_ROWS * blocks, 1.0f);
+  std::vector<int32_t> sum(MOE_MAX_ROWS * blocks, 0);
+  Random random;
+  for (uint16_t& bits : trellis) bits = static_cast<uint16_t>(random.next());
+  for (int16_t& value : q) value = static_cast<int16_t>(random.next() % 65279u - 32639);
+  const auto room = std::make_unique<Room>();
+  for (uint32_t rows = 1; rows <= MOE_MAX_ROWS; ++rows) {
+    /* A matrix of one band: its rows of tiles lie next to each other instead of a matrix's width apart. */
+    const BandArgs args = {trellis.data(), blocks,   kBlockTiles,  shape.k_up, shape.codebook,       shape.layout,      0, 0, kGroups,
+                           rows,           q.data(), scale.data(), sum.data(), room->scratch.groups, room->scratch.band};
+    us[rows] = 1e30;
+    for (int repeat = 0; repeat < 12; ++repeat) {
+      const auto start = std::chrono::steady_clock::now();
+      ops.band(args);
+      const double time = since(start);
+      us[rows] = time < us[rows] ? time : us[rows];
+    }
+  }
+  return true;
 }
 
 }  // namespace glm53

@@ -29,6 +29,8 @@ int check_dims(const MoeExpertShape& s) {
   if (s.k_down < 1 || s.k_down > kMaxBits) return fail("k_down = %u bits per weight is not supported (1..8)", s.k_down);
   if (s.codebook > MOE_CODEBOOK_MUL1) return fail("codebook %u is not known (0 = 3INST, 1 = MCG, 2 = MUL1)", s.codebook);
   if (s.activation > MOE_ACT_RELU2) return fail("activation %u is not known (0 = silu, 1 = gelu, 2 = swiglu_oai, 3 = relu2)", s.activation);
+  if (s.layout > MOE_LAYOUT_PLANAR) return fail("layout %u is not known (0 = native, 1 = planar)", s.layout);
+  if (s.layout == MOE_LAYOUT_PLANAR && s.codebook != MOE_CODEBOOK_MUL1) return fail("layout planar needs the codebook MUL1");
   if (is_gateless(s) && s.activation == MOE_ACT_SWIGLU_OAI) return fail("activation swiglu_oai needs a gate matrix");
   if (!(s.act_limit >= 0.0f) || isinf(s.act_limit))
     return fail("act_limit = %g is not a finite number >= 0", static_cast<double>(s.act_limit));
@@ -81,6 +83,7 @@ constexpr Field kLayout[] = {
     FIELD(MoeExpertShape, k_down),
     FIELD(MoeExpertShape, codebook),
     FIELD(MoeExpertShape, activation),
+    FIELD(MoeExpertShape, layout),
     FIELD(MoeExpertShape, reserved),
     FIELD(MoeExpertShape, act_limit),
     FIELD(MoeExpertShape, gate_trellis),
@@ -183,6 +186,37 @@ extern "C" int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t i
 extern "C" int moe_shape_check(const MoeExpertShape* shape) {
   if (shape == nullptr) return fail("shape must not be NULL");
   return check_shape(*shape);
+}
+
+extern "C" int moe_shape_planar(MoeExpertShape* planar, const MoeExpertShape* native) {
+  if (planar == nullptr || native == nullptr) return fail("planar and native must not be NULL");
+  MoeExpertShape s = *native;
+  s.layout = MOE_LAYOUT_PLANAR;
+  if (check_shape(s) != 0) return -1;
+  *planar = s;
+  return 0;
+}
+
+extern "C" int moe_repack_planar(const MoeExpertShape* native, const void* record, void* planar_record) {
+  if (native == nullptr || record == nullptr || planar_record == nullptr) return fail("native, record and planar_record must not be NULL");
+  MoeExpertShape planar;
+  if (moe_shape_planar(&planar, native) != 0) return -1;
+  if (native->layout != MOE_LAYOUT_NATIVE) return fail("layout %u of the record is not native", native->layout);
+  memcpy(planar_record, record, native->record_bytes);
+  const LinearParts parts[] = {gate_parts(*native), up_parts(*native), down_parts(*native)};
+  for (const LinearParts& linear : parts) {
+    if (linear.trellis == MOE_ABSENT) continue;
+    const uint16_t* from = reinterpret_cast<const uint16_t*>(static_cast<const char*>(record) + linear.trellis);
+    uint16_t* to = reinterpret_cast<uint16_t*>(static_cast<char*>(planar_record) + linear.trellis);
+    const uint32_t tiles_in = linear.in_features / 16u, tiles_out = linear.out_features / 16u, step = tile_halfwords(linear.k);
+    for (uint32_t kt = 0; kt < tiles_in; ++kt) {
+      for (uint32_t nt = 0; nt < tiles_out; ++nt) {
+        planar_from_native(from + (size_t{kt} * tiles_out + nt) * step, linear.k,
+                           to + planar_tile(kt, nt, linear.in_features / kBlock) * step);
+      }
+    }
+  }
+  return 0;
 }
 
 extern "C" const char* moe_struct_layout(void) {

@@ -38,6 +38,24 @@ static inline void tile_states(const uint16_t* tile, uint32_t k, uint16_t* state
   }
 }
 
+/* Index of tile (kt, nt) in the planar layout: bands of 128 outputs, in each the blocks of 128 inputs, in each the columns of tiles. */
+static inline size_t planar_tile(uint32_t kt, uint32_t nt, uint32_t in_blocks) {
+  const size_t block = static_cast<size_t>(nt / kBlockTiles) * in_blocks + kt / kBlockTiles;
+  return (block * kBlockTiles + nt % kBlockTiles) * kBlockTiles + kt % kBlockTiles;
+}
+
+/* A planar tile holds, for m = 0..k-1, halfword m of each of the 16 lanes; lane l is halfwords k l .. k l + k - 1 of the stream. */
+static inline void planar_from_native(const uint16_t* native, uint32_t k, uint16_t* planar) {
+  for (uint32_t l = 0; l < 16; ++l) {
+    for (uint32_t m = 0; m < k; ++m) planar[16 * m + l] = native[(k * l + m) ^ 1u];
+  }
+}
+static inline void native_tile(const uint16_t* planar, uint32_t k, uint16_t* native) {
+  for (uint32_t l = 0; l < 16; ++l) {
+    for (uint32_t m = 0; m < k; ++m) native[(k * l + m) ^ 1u] = planar[16 * m + l];
+  }
+}
+
 /* Stream position of the weight in row r (input) and column c (output) of a tile. */
 static inline uint32_t tile_position(uint32_t r, uint32_t c) {
   return 8u * (4u * (c % 8u) + (r % 8u) / 2u) + 4u * (c / 8u) + 2u * (r / 8u) + r % 2u;

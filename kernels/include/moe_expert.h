@@ -21,6 +21,8 @@ extern "C" {
 enum MoeCodebook { MOE_CODEBOOK_3INST = 0, MOE_CODEBOOK_MCG = 1, MOE_CODEBOOK_MUL1 = 2 };
 enum MoeActivation { MOE_ACT_SILU = 0, MOE_ACT_GELU = 1, MOE_ACT_SWIGLU_OAI = 2, MOE_ACT_RELU2 = 3 };
 enum MoeDtype { MOE_DTYPE_F32 = 0, MOE_DTYPE_F16 = 1 };
+/* NATIVE: tiles as a checkpoint has them, row of tiles after row of tiles. PLANAR: tiles rearranged for the CPU (moe_shape_planar). */
+enum MoeLayout { MOE_LAYOUT_NATIVE = 0, MOE_LAYOUT_PLANAR = 1 };
 enum MoeVariant {
   MOE_VARIANT_AUTO = 0,
   MOE_VARIANT_SCALAR = 1,
@@ -43,7 +45,8 @@ typedef struct MoeExpertShape {
   uint8_t k_gate, k_up, k_down; /* bits per weight, 1..8 */
   uint8_t codebook;             /* MoeCodebook */
   uint8_t activation;           /* MoeActivation */
-  uint8_t reserved[3];
+  uint8_t layout;               /* MoeLayout of the trellis parts */
+  uint8_t reserved[2];
   float act_limit;                                 /* 0 = no clamp */
   uint32_t gate_trellis, up_trellis, down_trellis; /* byte offsets in the record; gate_* = MOE_ABSENT when gateless */
   uint32_t gate_suh, gate_svh, up_suh, up_svh, down_suh, down_svh;
@@ -66,6 +69,10 @@ typedef struct MoeTask {
  * -1 when a dimension, K or codebook is not supported. */
 MOE_API int moe_shape_init(MoeExpertShape* shape, uint32_t hidden, uint32_t inter, uint32_t k_gate, uint32_t k_up, uint32_t k_down,
                            uint32_t codebook, uint32_t activation, float act_limit, uint32_t gateless, uint32_t has_bias);
+/* The same record with planar trellis parts: same size and offsets. A GPU cannot read it. 0, or -1 when the codebook is not MUL1. */
+MOE_API int moe_shape_planar(MoeExpertShape* planar, const MoeExpertShape* native);
+/* Copies a native record into a planar one. The two may not overlap. 0, or -1 on a shape that is not native. */
+MOE_API int moe_repack_planar(const MoeExpertShape* native, const void* record, void* planar_record);
 /* 0 when the shape's fields are known and its parts lie 64-byte aligned inside the record, else -1: for a shape read from shared memory. */
 MOE_API int moe_shape_check(const MoeExpertShape* shape);
 /* "struct.field=offset:size" a line for the structs above ("struct.=0:size" is the whole): bindings compare their mirror with it. */
@@ -81,7 +88,10 @@ MOE_API MoePool* moe_pool_create(uint32_t variant, uint32_t num_threads, const i
 MOE_API void moe_pool_destroy(MoePool* pool);
 /* Evaluates all tasks and returns when every output row is written. One caller at a time. 0 on success, -1 on a malformed task. */
 MOE_API int moe_pool_run(MoePool* pool, const MoeTask* tasks, uint32_t num_tasks);
-/* The variant that runs and why it was chosen (a static or pool-owned string). */
+/* Times the eligible variants on a band of this shape and takes the fastest for each number of rows (only for MOE_VARIANT_AUTO; the reason
+ * changes with it). Not while the pool runs. About 0.1 s. 0, or -1 on a malformed shape. */
+MOE_API int moe_pool_tune(MoePool* pool, const MoeExpertShape* shape);
+/* The variant that runs (for one row) and why it was chosen (a static or pool-owned string). */
 MOE_API uint32_t moe_pool_variant(const MoePool* pool);
 MOE_API const char* moe_pool_reason(const MoePool* pool);
 /* 1 when this host can run the variant. */

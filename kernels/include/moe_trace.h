@@ -35,6 +35,10 @@ MOE_API int moe_activate(uint32_t variant, uint32_t activation, float limit, con
  * reason_size bytes with the terminator. */
 MOE_API uint32_t moe_explain_choice(uint32_t features, char* reason, size_t reason_size);
 
+/* Overrides how a pool cuts its work. splits: parts of a band's groups, 1, 2 or 4, 0 = by the number of units. inline_cost: calls below
+ * this many weights run in the calling thread (see pool.cpp); 0 shares every call. */
+MOE_API int moe_pool_force(MoePool* pool, uint32_t splits, double inline_cost);
+
 #ifdef __cplusplus
 }
 #endif

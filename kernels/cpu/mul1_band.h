@@ -1,0 +1,408 @@
+/* Steps 4 and 5 for MUL1, written once for every vector width. A file that includes this supplies the traits S of its instruction set.
+ *
+ * A tile's stream is a ring of 16 lanes of K halfwords each; lane l holds 16 consecutive states, those of runs T = 2l and 2l + 1. R[m] is
+ * the vector of halfword m of every lane, and R[-1] is R[K - 1] moved up by one lane (the ring closes). State i of a lane ends at bit K (i
+ * + 1) of its 16 K bits, so it is one funnel shift of R[m - 1] and R[m] by a constant: no masks, no gathers. The planar layout stores R[0]
+ * .. R[K - 1] as they are; the native layout is brought into that form by blends and byte shuffles.
+ *
+ * Lanes 2c and 2c + 1 are two inputs, four rows apart, of column c (i mod 8 < 4) or c + 8: one vpmaddwd with a broadcast pair of inputs
+ * adds both to a 32-bit sum per column. Sums may wrap on the way; the offset 510 * S leaves at the end of the block, and the end value
+ * fits.
+ *
+ * A wider vector holds two neighbouring tiles of a row. Every vector instruction stands in the order in which it should enter the
+ * scheduler: while one pair of states is extracted, the pair before it is multiplied and the pair before that one is summed (PIN keeps a
+ * compiler from undoing this), since the chain of one state is longer than what a processor sees ahead.
+ */
+#ifndef GLM53_CPU_MUL1_BAND_H_
+#define GLM53_CPU_MUL1_BAND_H_
+
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "cpu/kernel_ops.h"
+#include "cpu/numerics.h"
+#include "cpu/trellis.h"
+#include "moe_expert.h"
+
+namespace glm53 {
+namespace {
+
+constexpr int kColumnTiles = static_cast<int>(kBlockTiles); /* tiles of a block, in each direction */
+constexpr int kPairsPerTile = 8;                            /* pairs of states (i, i + 4), which share their inputs */
+constexpr int kBlockPairs = kColumnTiles * kPairsPerTile;
+
+template <class S>
+using Vec = typename S::V;
+
+/* Byte sums of one column of tiles of a block, and the block's inputs. One vector of room below the weights: see Pipeline. */
+template <class S>
+struct BlockScratch {
+  alignas(64) int32_t x[MOE_MAX_ROWS][kBlockPairs]; /* pairs of inputs, in the order of the states */
+  Vec<S> below[2];
+  Vec<S> weights[kBlockPairs][2];
+  uint8_t tiles[2][kColumnTiles][32 * kMaxBits]; /* planar copies of tiles for bit counts without a shuffle of their own */
+};
+
+/* First state of pair p: 0..3 and 8..11. */
+constexpr int pair_state(int p) { return p % 4 + p / 4 * 8; }
+
+template <class S, int K, int I>
+GLM53_INLINE Vec<S> state(const Vec<S>* r) { /* r[0] = R[-1] */
+  constexpr int kEnd = K * (I + 1);
+  constexpr int kHalfword = (kEnd - 1) / 16;
+  constexpr int kShift = kEnd - 16 * kHalfword;
+  if constexpr (kShift == 16) return r[kHalfword + 1];
+  return S::template funnel<kShift>(r[kHalfword], r[kHalfword + 1]);
+}
+
+/* Control of a shuffle of halfwords inside 128 bits. */
+struct Halfwords {
+  alignas(16) uint8_t at[16];
+};
+constexpr Halfwords halfwords(int a, int b, int c, int d, int e, int f, int g, int h) {
+  const int order[8] = {a, b, c, d, e, f, g, h};
+  Halfwords control = {};
+  for (int i = 0; i < 8; ++i) {
+    control.at[2 * i] = static_cast<uint8_t>(2 * order[i]);
+    control.at[2 * i + 1] = static_cast<uint8_t>(2 * order[i] + 1);
+  }
+  return control;
+}
+
+/* 16 bytes at `low` of a tile and 16 bytes at `high`, one in each half. high must be >= low + 16. */
+template <class S, int Low, int High>
+GLM53_INLINE Vec<S> halves(const uint8_t* tile, size_t next) {
+  return S::template blend32<0xF0>(S::load(tile + Low, next), S::load(tile + High - 16, next));
+}
+
+/* Native tile -> r[1..K]. The first half of a tile holds lanes 0..7, the second lanes 8..15; stream halfword i lies at i ^ 1. */
+template <class S, int K>
+GLM53_INLINE void load_native(const uint8_t* tile, size_t next, Vec<S>* r) {
+  static_assert(K == 2 || K == 3 || K == 4, "other bit counts go through a planar copy");
+  if constexpr (K == 2) {
+    constexpr Halfwords kSplit = halfwords(1, 3, 5, 7, 0, 2, 4, 6);
+    const Vec<S> a = S::shuffle(halves<S, 0, 32>(tile, next), kSplit.at);
+    const Vec<S> b = S::shuffle(halves<S, 16, 48>(tile, next), kSplit.at);
+    r[1] = S::unpack_low64(a, b);
+    r[2] = S::unpack_high64(a, b);
+  } else if constexpr (K == 3) {
+    constexpr Halfwords kFirst = halfwords(1, 2, 7, 0, 5, 6, 3, 4);
+    constexpr Halfwords kSecond = halfwords(0, 5, 6, 3, 4, 1, 2, 7);
+    constexpr Halfwords kThird = halfwords(3, 4, 1, 2, 7, 0, 5, 6);
+    const Vec<S> a = halves<S, 0, 48>(tile, next);
+    const Vec<S> b = halves<S, 16, 64>(tile, next);
+    const Vec<S> c = halves<S, 32, 80>(tile, next);
+    r[1] = S::shuffle(S::template blend16<0x18>(S::template blend16<0x61>(a, b), c), kFirst.at);
+    r[2] = S::shuffle(S::template blend16<0x86>(S::template blend16<0x18>(a, b), c), kSecond.at);
+    r[3] = S::shuffle(S::template blend16<0x61>(S::template blend16<0x86>(a, b), c), kThird.at);
+  } else {
+    constexpr Halfwords kSplit = halfwords(1, 5, 0, 4, 3, 7, 2, 6);
+    const Vec<S> a = S::shuffle(halves<S, 0, 64>(tile, next), kSplit.at);
+    const Vec<S> b = S::shuffle(halves<S, 16, 80>(tile, next), kSplit.at);
+    const Vec<S> c = S::shuffle(halves<S, 32, 96>(tile, next), kSplit.at);
+    const Vec<S> d = S::shuffle(halves<S, 48, 112>(tile, next), kSplit.at);
+    const Vec<S> low_ab = S::unpack_low32(a, b), low_cd = S::unpack_low32(c, d);
+    const Vec<S> high_ab = S::unpack_high32(a, b), high_cd = S::unpack_high32(c, d);
+    r[1] = S::unpack_low64(low_ab, low_cd);
+    r[2] = S::unpack_high64(low_ab, low_cd);
+    r[3] = S::unpack_low64(high_ab, high_cd);
+    r[4] = S::unpack_high64(high_ab, high_cd);
+  }
+}
+
+template <class S, int K, bool Planar>
+GLM53_INLINE void load_tile(const uint8_t* tile, size_t next, Vec<S>* r) {
+  if constexpr (Planar) {
+    for (int m = 0; m < K; ++m) r[m + 1] = S::load(tile + 32 * m, next);
+  } else {
+    load_native<S, K>(tile, next, r);
+  }
+  r[0] = S::move_up(r[K]);
+}
+
+/* Adds byte sums times inputs of one row to two vectors of columns (0-7 and 8-15). */
+template <class S>
+struct MultiplySink {
+  const int32_t* x;
+  Vec<S> low, high;
+  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) {
+    const Vec<S> inputs = S::broadcast(x + index);
+    low = S::multiply_add(low, b0, inputs);
+    S::pin(low);
+    high = S::multiply_add(high, b1, inputs);
+    S::pin(high);
+  }
+};
+
+/* Keeps byte sums for several rows. */
+template <class S>
+struct StoreSink {
+  Vec<S> (*weights)[2];
+  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) {
+    weights[index][0] = b0;
+    weights[index][1] = b1;
+  }
+};
+
+/* The two youngest generations of pairs of states on their way to byte sums. */
+template <class S>
+struct Pipeline {
+  Vec<S> s0, s1;                 /* states */
+  Vec<S> l0, l1, k0, k1, h0, h1; /* products of the pair before: low halves, carries, high halves */
+};
+
+/* Pair P is multiplied, pair P + 1 extracted (from the next tile after the last), pair P - 1 leaves as byte sums. */
+template <class S, int K, int P, class Sink>
+GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, Pipeline<S>& q, Sink& sink, int index) {
+  const Vec<S> low_factor = S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu));
+  const Vec<S> high_factor = S::set16(static_cast<int16_t>(kMul1Multiplier >> 16));
+  const Vec<S> ones = S::set8(1);
+  Vec<S> h0 = S::add16(q.h0, q.k0);
+  S::pin(h0);
+  Vec<S> h1 = S::add16(q.h1, q.k1);
+  S::pin(h1);
+  Vec<S> l0 = S::byte_pairs(q.l0, ones);
+  S::pin(l0);
+  Vec<S> l1 = S::byte_pairs(q.l1, ones);
+  S::pin(l1);
+  Vec<S> e0 = S::mul_low(q.s0, low_factor);
+  S::pin(e0);
+  Vec<S> e1 = S::mul_low(q.s1, low_factor);
+  S::pin(e1);
+  constexpr int kNext = pair_state((P + 1) % kPairsPerTile);
+  const Vec<S>* from = P + 1 == kPairsPerTile ? next_r : r;
+  Vec<S> n0 = state<S, K, kNext>(from);
+  Vec<S> n1 = state<S, K, kNext + 4>(from);
+  S::pin(n0);
+  S::pin(n1);
+  h0 = S::byte_pairs(h0, ones);
+  S::pin(h0);
+  h1 = S::byte_pairs(h1, ones);
+  S::pin(h1);
+  Vec<S> f0 = S::mul_high(q.s0, low_factor);
+  S::pin(f0);
+  Vec<S> f1 = S::mul_high(q.s1, low_factor);
+  S::pin(f1);
+  Vec<S> b0 = S::add16(l0, h0);
+  S::pin(b0);
+  Vec<S> b1 = S::add16(l1, h1);
+  S::pin(b1);
+  Vec<S> g0 = S::mul_low(q.s0, high_factor);
+  S::pin(g0);
+  Vec<S> g1 = S::mul_low(q.s1, high_factor);
+  S::pin(g1);
+  sink.take(index - 1, b0, b1);
+  q = {n0, n1, e0, e1, f0, f1, g0, g1};
+}
+
+/* Eight tiles, one below the other (and their right neighbours), from top to bottom. Index -1 of the sink gets zeros. ahead: distance of
+ * the bytes to prefetch. */
+template <class S, int K, bool Planar, class Sink>
+GLM53_INLINE void run_column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, Sink& sink) {
+  Vec<S> r[K + 1];
+  load_tile<S, K, Planar>(tile, next, r);
+  Pipeline<S> q = {};
+  q.s0 = state<S, K, 0>(r);
+  q.s1 = state<S, K, 4>(r);
+  for (int kt = 0; kt < kColumnTiles; ++kt) {
+    for (int t = 0; t < S::kTiles; ++t) {
+      _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead + 64), _MM_HINT_T0);
+    }
+    const int at = kt * kPairsPerTile;
+    Vec<S> below[K + 1];
+    step<S, K, 0>(r, below, q, sink, at);
+    step<S, K, 1>(r, below, q, sink, at + 1);
+    step<S, K, 2>(r, below, q, sink, at + 2);
+    step<S, K, 3>(r, below, q, sink, at + 3);
+    step<S, K, 4>(r, below, q, sink, at + 4);
+    step<S, K, 5>(r, below, q, sink, at + 5);
+    step<S, K, 6>(r, below, q, sink, at + 6);
+    tile += kt + 1 < kColumnTiles ? stride : 0; /* the last one is loaded again and not used */
+    load_tile<S, K, Planar>(tile, next, below);
+    step<S, K, 7>(r, below, q, sink, at + 7);
+    for (int m = 0; m <= K; ++m) r[m] = below[m];
+  }
+  const Vec<S> ones = S::set8(1);
+  const Vec<S> b0 = S::add16(S::byte_pairs(q.l0, ones), S::byte_pairs(S::add16(q.h0, q.k0), ones));
+  const Vec<S> b1 = S::add16(S::byte_pairs(q.l1, ones), S::byte_pairs(S::add16(q.h1, q.k1), ones));
+  sink.take(kBlockPairs - 1, b0, b1);
+}
+
+/* What one row contributes beside its sums. */
+struct RowFactors {
+  int32_t offset; /* 510 * S, wrapped */
+  float constant; /* -238 * S */
+  float scale;    /* s * 2^-17 */
+};
+
+/* z gains a block's sums of eight columns (raw: sums of B * q). */
+GLM53_INLINE void add_to_z(__m256i raw, const RowFactors& row, float* z) {
+  const __m256 a = _mm256_cvtepi32_ps(_mm256_sub_epi32(raw, _mm256_set1_epi32(row.offset)));
+  const __m256 t = _mm256_fmadd_ps(_mm256_set1_ps(887.0f), a, _mm256_set1_ps(row.constant));
+  _mm256_storeu_ps(z, _mm256_fmadd_ps(t, _mm256_set1_ps(row.scale), _mm256_loadu_ps(z)));
+}
+
+template <class S>
+GLM53_INLINE void add_columns(Vec<S> low, Vec<S> high, const RowFactors& row, float* z) {
+  for (int t = 0; t < S::kTiles; ++t) {
+    add_to_z(S::part(low, t), row, z + 16 * t);
+    add_to_z(S::part(high, t), row, z + 16 * t + 8);
+  }
+}
+
+/* Where a block's sums go: z of row m is z + m * kBlock. */
+template <class S, int Rows>
+void multiply_rows(const BlockScratch<S>& block, int first, const RowFactors* rows, float* z) {
+  Vec<S> low[Rows], high[Rows];
+  for (int m = 0; m < Rows; ++m) low[m] = high[m] = S::zero();
+#pragma GCC unroll 2
+  for (int i = 0; i < kBlockPairs; ++i) {
+    const Vec<S> w0 = block.weights[i][0];
+    const Vec<S> w1 = block.weights[i][1];
+#pragma GCC unroll 8
+    for (int m = 0; m < Rows; ++m) {
+      const Vec<S> inputs = S::broadcast(&block.x[first + m][i]);
+      low[m] = S::multiply_add(low[m], w0, inputs);
+      high[m] = S::multiply_add(high[m], w1, inputs);
+    }
+  }
+  for (int m = 0; m < Rows; ++m) add_columns<S>(low[m], high[m], rows[first + m], z + (first + m) * kBlock);
+}
+
+template <class S>
+void multiply_any(const BlockScratch<S>& block, int num_rows, const RowFactors* rows, float* z) {
+  int first = 0;
+  while (first < num_rows) {
+    const int left = num_rows - first;
+    const int now = left <= S::kRowsAtOnce ? left : left <= S::kRowsAtOnce + 2 && left > 3 ? (left + 1) / 2 : S::kRowsAtOnce;
+    switch (now) {
+      case 1:
+        multiply_rows<S, 1>(block, first, rows, z);
+        break;
+      case 2:
+        multiply_rows<S, 2>(block, first, rows, z);
+        break;
+      case 3:
+        multiply_rows<S, 3>(block, first, rows, z);
+        break;
+      case 4:
+        multiply_rows<S, 4>(block, first, rows, z);
+        break;
+      default:
+        if constexpr (S::kRowsAtOnce > 4) {
+          if (now == 5) multiply_rows<S, 5>(block, first, rows, z);
+          if (now == 6) multiply_rows<S, 6>(block, first, rows, z);
+          if (now == 7) multiply_rows<S, 7>(block, first, rows, z);
+          if (now == 8) multiply_rows<S, 8>(block, first, rows, z);
+        }
+    }
+    first += now;
+  }
+}
+
+/* Inputs 16 at a time into the order of the pairs: (r, r + 4) for r = 0, 1, 8, 9, 2, 3, 10, 11. */
+GLM53_INLINE void order_inputs(const int16_t* q, int32_t* x) {
+  const __m256i control = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  for (int kt = 0; kt < kColumnTiles; ++kt) {
+    const __m256i rows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 16 * kt));
+    const __m256i pairs = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(rows, control), 0xD8);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(x + 8 * kt), pairs);
+  }
+}
+
+template <class S, int K, bool Planar>
+void column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, BlockScratch<S>& block, int num_rows, const RowFactors* rows,
+            float* z) {
+  if (num_rows == 1) {
+    MultiplySink<S> sink = {block.x[0], S::zero(), S::zero()};
+    run_column<S, K, Planar>(tile, stride, next, ahead, sink);
+    add_columns<S>(sink.low, sink.high, rows[0], z);
+    return;
+  }
+  StoreSink<S> sink = {block.weights};
+  run_column<S, K, Planar>(tile, stride, next, ahead, sink);
+  multiply_any<S>(block, num_rows, rows, z);
+}
+
+/* Bit counts without a shuffle of their own: the tiles are copied halfword by halfword. */
+template <class S, int K>
+void copied_column(const uint8_t* tile, size_t stride, BlockScratch<S>& block, int num_rows, const RowFactors* rows, float* z) {
+  for (int t = 0; t < S::kTiles; ++t) {
+    for (int kt = 0; kt < kColumnTiles; ++kt) {
+      uint16_t from[16 * K], to[16 * K];
+      memcpy(from, tile + kt * stride + t * 32 * K, sizeof from);
+      for (int l = 0; l < 16; ++l) {
+        for (int m = 0; m < K; ++m) to[16 * m + l] = from[(K * l + m) ^ 1];
+      }
+      memcpy(block.tiles[t][kt], to, sizeof to);
+    }
+  }
+  column<S, K, true>(block.tiles[0][0], sizeof block.tiles[0][0], sizeof block.tiles[0], 0, block, num_rows, rows, z);
+}
+
+template <class S, int K>
+void band_of(const BandArgs& args) {
+  BlockScratch<S>& block = *static_cast<BlockScratch<S>*>(args.scratch);
+  const bool planar = args.layout == MOE_LAYOUT_PLANAR;
+  constexpr size_t kTileBytes = 32 * K;
+  const size_t stride = planar ? kTileBytes : args.out_tiles * kTileBytes;         /* to the tile below */
+  const size_t next = planar ? kColumnTiles * kTileBytes : kTileBytes;             /* to the tile on the right */
+  const size_t block_bytes = planar ? kColumnTiles * next : kColumnTiles * stride; /* to the block below */
+  const uint8_t* top = reinterpret_cast<const uint8_t*>(args.trellis) +
+                       (planar ? args.band * args.in_blocks * block_bytes : args.band * static_cast<size_t>(kColumnTiles) * kTileBytes);
+  const uint32_t length = group_blocks(args.in_blocks);
+  const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
+  const int num_rows = static_cast<int>(args.rows);
+  for (uint32_t b = args.first_group * length; b < end; ++b) {
+    RowFactors rows[MOE_MAX_ROWS];
+    for (uint32_t m = 0; m < args.rows; ++m) {
+      const int32_t sum = args.sum[m * args.in_blocks + b];
+      rows[m] = {static_cast<int32_t>(510u * static_cast<uint32_t>(sum)), -238.0f * static_cast<float>(sum),
+                 args.scale[m * args.in_blocks + b] * kTwoPow17Inv};
+      order_inputs(args.q + (static_cast<size_t>(m) * args.in_blocks + b) * kBlock, block.x[m]);
+    }
+    float* z = args.groups + static_cast<size_t>(b / length) * args.rows * kBlock;
+    for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
+      const uint8_t* at = top + b * block_bytes + tile * next;
+      if (planar) {
+        column<S, K, true>(at, stride, next, 2 * block_bytes, block, num_rows, rows, z + 16 * tile);
+      } else if constexpr (K == 2 || K == 3 || K == 4) {
+        column<S, K, false>(at, stride, next, 2 * block_bytes, block, num_rows, rows, z + 16 * tile);
+      } else {
+        copied_column<S, K>(at, stride, block, num_rows, rows, z + 16 * tile);
+      }
+    }
+  }
+}
+
+template <class S>
+void band_mul1(const BandArgs& args) {
+  static_assert(sizeof(BlockScratch<S>) <= kBandScratchBytes, "the scratch of a band is too small");
+  const uint32_t num_groups = args.end_group - args.first_group;
+  memset(args.groups + static_cast<size_t>(args.first_group) * args.rows * kBlock, 0, num_groups * args.rows * kBlock * sizeof(float));
+  switch (args.k) {
+    case 1:
+      return band_of<S, 1>(args);
+    case 2:
+      return band_of<S, 2>(args);
+    case 3:
+      return band_of<S, 3>(args);
+    case 4:
+      return band_of<S, 4>(args);
+    case 5:
+      return band_of<S, 5>(args);
+    case 6:
+      return band_of<S, 6>(args);
+    case 7:
+      return band_of<S, 7>(args);
+    default:
+      return band_of<S, 8>(args);
+  }
+}
+
+}  // namespace
+}  // namespace glm53
+
+#endif /* GLM53_CPU_MUL1_BAND_H_ */
