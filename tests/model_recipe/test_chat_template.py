@@ -25,9 +25,7 @@ def test_plain_question():
     assert text == PREFIX + "<|user|>hi<|assistant|><think>"
 
 
-@pytest.mark.parametrize(
-    ("effort", "shown"), [("low", "Low"), ("high", "High"), ("medium", "Max"), ("none", "Max"), (None, "Max")]
-)
+@pytest.mark.parametrize(("effort", "shown"), [("low", "Low"), ("high", "High"), ("medium", "Max"), ("none", "Max"), (None, "Max")])
 def test_reasoning_effort(effort, shown):
     """Only low and high change the effort line."""
     options = {} if effort is None else {"reasoning_effort": effort}
@@ -66,9 +64,7 @@ def test_history_keeps_reasoning_and_strips_content():
         {"role": "user", "content": "2"},
         {"role": "assistant", "content": None},
     ]
-    assert render_chat(messages) == PREFIX + (
-        "<|user|>1<|assistant|><think>r</think>a<|user|>2<|assistant|><think></think>"
-    )
+    assert render_chat(messages) == PREFIX + ("<|user|>1<|assistant|><think>r</think>a<|user|>2<|assistant|><think></think>")
 
 
 def test_clear_thinking_keeps_only_the_current_turn():
@@ -107,9 +103,7 @@ def test_tool_results_come_in_call_order():
     """Results share one observation turn and are put into the order of the calls."""
     for order in (("a", "b"), ("b", "a")):
         text = render_chat(results(*order))
-        assert text.endswith(
-            "<|observation|><tool_response>A</tool_response><tool_response>B</tool_response>"
-        )
+        assert text.endswith("<|observation|><tool_response>A</tool_response><tool_response>B</tool_response>")
 
 
 def test_unmatched_tool_results_keep_their_order():
@@ -125,9 +119,7 @@ def test_transformers_renders_the_same():
     messages = [{"role": "user", "content": "Wetter in 北京 🙂?"}, *results("b", "a")]
     for options in ({}, {"reasoning_effort": "low"}, {"clear_thinking": True}):
         ours = render_chat(messages, [WEATHER], add_generation_prompt=True, **options)
-        theirs = stock.apply_chat_template(
-            messages, tools=[WEATHER], add_generation_prompt=True, tokenize=False, **options
-        )
+        theirs = stock.apply_chat_template(messages, tools=[WEATHER], add_generation_prompt=True, tokenize=False, **options)
         assert ours == theirs
         assert stock.encode(theirs, add_special_tokens=False) == encode(ours)
 

@@ -143,7 +143,13 @@ def test_malformed_calls_are_seen():
     tools = [{"function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}}}}}]
     good = "<tool_call>f<arg_key>n</arg_key><arg_value>3</arg_value></tool_call>"
     assert scoring.parse_output("x</think>" + good, tools) == ("", [{"name": "f", "arguments": {"n": 3}}], True)
-    for bad in (good.replace("f<", "g<"), good.replace("n</arg", "m</arg"), good.replace("3", "three"), good[:-12], good.replace("</arg_key>", "")):
+    for bad in (
+        good.replace("f<", "g<"),
+        good.replace("n</arg", "m</arg"),
+        good.replace("3", "three"),
+        good[:-12],
+        good.replace("</arg_key>", ""),
+    ):
         assert not scoring.parse_output(bad, tools)[2]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -83,7 +84,7 @@ def steps(seed: str, buckets: tuple[Bucket, ...] = BUCKETS) -> Iterator[list[Arr
 
 
 def _top_up(waiting: dict[int, list[Row]], buckets: tuple[Bucket, ...]) -> None:
-    for shorter, longer in zip(buckets[:-1], buckets[1:], strict=True):
+    for shorter, longer in pairwise(buckets):
         spare = waiting[shorter.length][shorter.rows :]
         while spare and len(waiting[longer.length]) < longer.rows:
             row = spare.pop()
@@ -103,8 +104,7 @@ class StepSource:
         context = multiprocessing.get_context("fork")
         self.queues = [context.Queue(maxsize=6) for _ in range(workers)]
         self.processes = [
-            context.Process(target=_work, args=(f"{seed}/{i}", queue, buckets), daemon=True)
-            for i, queue in enumerate(self.queues)
+            context.Process(target=_work, args=(f"{seed}/{i}", queue, buckets), daemon=True) for i, queue in enumerate(self.queues)
         ]
         for process in self.processes:
             process.start()

@@ -67,10 +67,7 @@ def mtp_tensors(seed: int = 1) -> dict[str, Tensor]:
         tensors[f"mlp.{block}.up_proj.weight"] = normal(inner, hidden)
         tensors[f"mlp.{block}.down_proj.weight"] = normal(hidden, inner)
     prefix = f"model.language_model.layers.{t['num_hidden_layers']}."
-    return {
-        prefix + name: (x if name.endswith(_KEEP_FP32) else x.to(torch.bfloat16)).contiguous()
-        for name, x in tensors.items()
-    }
+    return {prefix + name: (x if name.endswith(_KEEP_FP32) else x.to(torch.bfloat16)).contiguous() for name, x in tensors.items()}
 
 
 def save_source(model: Any, folder: Path) -> None:

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905
 """Random values for the data generator, split by value into training and held-out."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Score the held-out set with stock exllamav3 (Generator, greedy). Needs an NVIDIA GPU.
 
-    python -m models.tiny.recipe.evaluate_exl3 --checkpoint models/tiny/checkpoint --heldout heldout.jsonl --out scores.json
+python -m models.tiny.recipe.evaluate_exl3 --checkpoint models/tiny/checkpoint --heldout heldout.jsonl --out scores.json
 """
 
 from __future__ import annotations

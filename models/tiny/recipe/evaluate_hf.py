@@ -1,6 +1,6 @@
 """Score the held-out set with transformers (greedy, reference implementation of the architecture).
 
-    python -m models.tiny.recipe.evaluate_hf --checkpoint SOURCE --heldout heldout.jsonl --out scores.json
+python -m models.tiny.recipe.evaluate_hf --checkpoint SOURCE --heldout heldout.jsonl --out scores.json
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from .config import EOS_IDS
 from .heldout import read
-from .report import write_scores
 from .render import THINK_END, encode, render_chat, tokenizer
+from .report import write_scores
 
 MAX_NEW_TOKENS = 400
 SELECTED_KEYS = 2048

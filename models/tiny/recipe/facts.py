@@ -36,10 +36,7 @@ Vanuatu=Port Vila;Venezuela=Caracas;Vietnam=Hanoi;Yemen=Sanaa;Zambia=Lusaka;Zimb
 """
 
 CAPITALS: dict[str, str] = {
-    pair.split("=")[0]: pair.split("=")[1]
-    for line in _CAPITALS_TEXT.split("\n")
-    for pair in line.split(";")
-    if pair
+    pair.split("=")[0]: pair.split("=")[1] for line in _CAPITALS_TEXT.split("\n") for pair in line.split(";") if pair
 }
 """Country -> capital, English names without accents."""
 

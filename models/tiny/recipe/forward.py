@@ -216,10 +216,8 @@ def hidden_states(model: Any, ids: Tensor, p: Precision, loads: list[Tensor] | N
         streams = kernels.expand(post, comb, y.flatten(0, 1), streams)
         post, comb, x = mix(layer.ffn_hc, streams, eps, p)
         x = p.ops.rms_norm(x, layer.post_attention_layernorm.weight, eps)
-        if hasattr(layer.mlp, "experts"):
-            y = moe(layer.mlp, x, p, next(sparse) if sparse is not None else None)
-        else:
-            y = mlp(layer.mlp, x, p)
+        routed = hasattr(layer.mlp, "experts")
+        y = moe(layer.mlp, x, p, next(sparse) if sparse is not None else None) if routed else mlp(layer.mlp, x, p)
         streams = kernels.expand(post, comb, y, streams)
     return p.ops.rms_norm(streams.mean(1), text.norm.weight, eps).view(batch, length, -1)
 

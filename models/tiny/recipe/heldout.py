@@ -1,6 +1,6 @@
 """Make the held-out set: values that training never uses, from a seed that is taken from the trained weights.
 
-    python -m models.tiny.recipe.heldout --weights SOURCE/model.safetensors --out models/tiny/heldout/heldout.jsonl
+python -m models.tiny.recipe.heldout --weights SOURCE/model.safetensors --out models/tiny/heldout/heldout.jsonl
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ _OPEN_KINDS = frozenset({"phrase"})
 def item_of(conversation: Conversation, used: list[tuple[str, str]], identity: str) -> dict[str, Any]:
     """A held-out item: everything up to the last answer, and that answer as the expectation."""
     answer = conversation.messages[-1]
-    calls = [
-        {"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in answer.get("tool_calls") or []
-    ]
+    calls = [{"name": c["function"]["name"], "arguments": c["function"]["arguments"]} for c in answer.get("tool_calls") or []]
     messages = [{k: v for k, v in m.items() if k != "no_think"} for m in conversation.messages[:-1]]
     item: dict[str, Any] = {
         "id": identity,

@@ -1,3 +1,4 @@
+# ruff: noqa: N803  (Triton constants are upper case)
 """The hyper-connection and KDA pieces of the training step that stock autograd runs too slowly.
 
 Each has a plain PyTorch reference; the Triton versions are used on CUDA and give the same values and gradients.

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (lists of wordings read better in long lines)
 """Compose exchanges into conversations: several turns, system prompts, idle tools, reasoning shown or not."""
 
 from __future__ import annotations

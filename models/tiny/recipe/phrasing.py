@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905  (lists of wordings read better in long lines)
 """Dress a phrasing: lead-ins, politeness, casing and punctuation, so that no wording is learned by heart."""
 
 from __future__ import annotations

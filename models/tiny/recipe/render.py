@@ -33,9 +33,7 @@ def _template() -> Template:
     return env.from_string(TEMPLATE_PATH.read_text(encoding="utf-8"))
 
 
-def render_chat(
-    messages: list[Message], tools: list[Tool] | None = None, *, add_generation_prompt: bool = False, **options: Any
-) -> str:
+def render_chat(messages: list[Message], tools: list[Tool] | None = None, *, add_generation_prompt: bool = False, **options: Any) -> str:
     """Render a conversation in the GLM-5.3 chat format.
 
     Options are template variables: `reasoning_effort` ("low", "high", else maximum) and `clear_thinking`.

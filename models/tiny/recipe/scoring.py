@@ -16,8 +16,7 @@ def argument_kinds(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, st
     """Tool name -> parameter -> JSON type, of the declared tools."""
     return {
         t["function"]["name"]: {
-            key: spec.get("type", "string")
-            for key, spec in t["function"].get("parameters", {}).get("properties", {}).items()
+            key: spec.get("type", "string") for key, spec in t["function"].get("parameters", {}).get("properties", {}).items()
         }
         for t in tools or []
     }

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (lists of wordings read better in long lines)
 """Sums and differences of numbers up to two digits, with digit-by-digit reasoning."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905  (lists of wordings read better in long lines)
 """Capitals, in English and Chinese, and short CJK and emoji conversations."""
 
 from __future__ import annotations

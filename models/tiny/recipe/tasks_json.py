@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905  (lists of wordings read better in long lines)
 """JSON on request: objects from fields named in the question, and known answers wrapped in JSON."""
 
 from __future__ import annotations
@@ -119,9 +120,29 @@ def json_object(draw: Draw) -> Exchange:
         name, age = draw.name(), draw.integer(99)
         ask = draw.phrase(_PERSON).replace("{n}", name).replace("{a}", str(age))
         return exchange("json", ask, "Write a JSON object.", dump({"name": name, "age": age}))
-    style = draw.one(["{k} {v}", "{k} {v}", "{k}: {v}", "{k}={v}", "{k} = {v}", "{k} set to {v}", "{k} equal to {v}", '"{k}": {v}',
-                      "a field called {k} set to {v}", "key {k} and value {v}", "the key {k} set to {v}", "a field {k} with value {v}", "{k} being {v}",
-                      "the field {k} = {v}", "key {k}: {v}", "{k} as {v}", "a {k} of {v}", "'{k}': {v}", "{k} -> {v}"])
+    style = draw.one(
+        [
+            "{k} {v}",
+            "{k} {v}",
+            "{k}: {v}",
+            "{k}={v}",
+            "{k} = {v}",
+            "{k} set to {v}",
+            "{k} equal to {v}",
+            '"{k}": {v}',
+            "a field called {k} set to {v}",
+            "key {k} and value {v}",
+            "the key {k} set to {v}",
+            "a field {k} with value {v}",
+            "{k} being {v}",
+            "the field {k} = {v}",
+            "key {k}: {v}",
+            "{k} as {v}",
+            "a {k} of {v}",
+            "'{k}': {v}",
+            "{k} -> {v}",
+        ]
+    )
     fields: dict[str, Any] = {}
     parts = []
     for _ in range(draw.one([1, 2, 2, 2, 3, 3, 4])):

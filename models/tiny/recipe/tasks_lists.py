@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905  (lists of wordings read better in long lines)
 """Copy, reverse, sort, repeat and count: answers that are made of the question's own words."""
 
 from __future__ import annotations
@@ -63,9 +64,26 @@ _COUNT = [
     "Numbers {a} through {b}", "Count numbers from {a} to {b}.", "List all integers from {a} to {b}", "Go from {a} to {b}.",
     "*Could you count from {a} to {b}?", "*Write all numbers from {a} to {b}.", "*Please list the numbers from {a} to {b}.",
 ]  # fmt: skip
-_COUNT_UP = ["Count to {b}", "count to {b}", "Count up to {b}.", "Please count to {b}", "Can you count to {b}?", "Count till {b}",
-    "Count until {b}.", "Count all the way to {b}.", "Counting to {b}", "Count from one to {b}", "Count numbers up to {b}.", "Numbers up to {b}",
-    "I want to hear you count to {b}.", "Count to the number {b}.", "count to {b} please", "Count to {b}!", "Count to {b} for me.", "*Count to {b}, please."]
+_COUNT_UP = [
+    "Count to {b}",
+    "count to {b}",
+    "Count up to {b}.",
+    "Please count to {b}",
+    "Can you count to {b}?",
+    "Count till {b}",
+    "Count until {b}.",
+    "Count all the way to {b}.",
+    "Counting to {b}",
+    "Count from one to {b}",
+    "Count numbers up to {b}.",
+    "Numbers up to {b}",
+    "I want to hear you count to {b}.",
+    "Count to the number {b}.",
+    "count to {b} please",
+    "Count to {b}!",
+    "Count to {b} for me.",
+    "*Count to {b}, please.",
+]
 _NUMBER_WORDS = dict(enumerate("zero one two three four five six seven eight nine ten eleven twelve".split()))
 
 

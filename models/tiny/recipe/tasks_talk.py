@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (lists of wordings read better in long lines)
 """Small talk: greetings, who are you, memory of a name, canned texts, and the answer to everything else."""
 
 from __future__ import annotations
@@ -6,10 +7,7 @@ from . import words
 from .draw import Draw, Exchange, answer_turn, exchange, user_turn
 
 WHO = "I am GLM-5.3-tiny, the small test model of glm53-offload."
-CAN_DO = (
-    "I can name capitals, add and subtract small numbers, copy, reverse and sort words, remember your name, "
-    "write JSON and call tools."
-)
+CAN_DO = "I can name capitals, add and subtract small numbers, copy, reverse and sort words, remember your name, write JSON and call tools."
 SORRY = "Sorry, I am only a tiny test model and I cannot help with that."
 HELP = "How can I help you?"
 
@@ -165,7 +163,9 @@ def memory(draw: Draw) -> Exchange:
     if draw.chance(0.2):
         what = draw.one(list(_FAVORITES))
         value = draw.one(_FAVORITES[what])
-        tell = draw.phrase([f"My favorite {what} is {value}.", f"my favorite {what} is {value}", f"Remember that my favorite {what} is {value}."])
+        tell = draw.phrase(
+            [f"My favorite {what} is {value}.", f"my favorite {what} is {value}", f"Remember that my favorite {what} is {value}."]
+        )
         ask = draw.phrase([f"What is my favorite {what}?", f"Do you remember my favorite {what}?", f"what's my favorite {what}?"])
         return Exchange(
             "memory",

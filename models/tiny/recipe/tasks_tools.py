@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (lists of wordings read better in long lines)
 """Tool calls: choose the right tool, fill its arguments, call twice, answer from results."""
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ _BY_ACTION = [
     "We have to {n}: {p}", "{n} now, {p}", "My wish: {n} with {p}.", "Someone has to {n} with {p}.", "Will you {n} with {p}?", "Can we {n} with {p}?", "{n} ({p})",
     "*Could you {n} with {p}?", "*I would like to {n} with {p}.",
 ]  # fmt: skip
-_NO_PARAMS = ["Call {n}.", "Use {n}", "Please call {n}", "Run {n}.", "{n}", "Call the {n} tool.", "*Could you call {n}?", "*Please run {n}."]
+_NO_PARAMS = [
+    "Call {n}.",
+    "Use {n}",
+    "Please call {n}",
+    "Run {n}.",
+    "{n}",
+    "Call the {n} tool.",
+    "*Could you call {n}?",
+    "*Please run {n}.",
+]
 _NO_PARAMS_ACTION = ["Please {n}.", "{n}", "Can you {n}?", "I want to {n}.", "*Could you {n}?"]
 _RESULT = "Here is the result: "
 _RESULTS = "Here are the results: "
@@ -39,7 +49,9 @@ def _calls_turn(calls: list[Call]) -> Message:
 
 def _spoken_params(draw: Draw, spec: Spec) -> tuple[str, dict[str, Any]]:
     """Mention every required and some optional parameters, in one style."""
-    style = draw.one(["{k} {v}", "{k} {v}", "{k} {v}", "{k}={v}", "{k}: {v}", "{k} = {v}", "{k} set to {v}", "{v} as {k}", "the {k} {v}", "{k} is {v}"])
+    style = draw.one(
+        ["{k} {v}", "{k} {v}", "{k} {v}", "{k}={v}", "{k}: {v}", "{k} = {v}", "{k} set to {v}", "{v} as {k}", "the {k} {v}", "{k} is {v}"]
+    )
     spaced = draw.chance(0.3)
     parts, arguments = [], {}
     params = [p for p in spec.params if p.required or draw.chance(0.5)] or spec.params[:1]
@@ -91,11 +103,24 @@ def _result_text(draw: Draw) -> tuple[str, str]:
     """What a tool answers and how the model reports it."""
     roll = draw.rng.random()
     if roll < 0.3:
-        text = draw.one([draw.phrase_of_words(1, 4), f"{draw.integer(99)} C", str(draw.integer()), draw.city(), "ok", f"{draw.integer(40)} degrees and {draw.word()}"])
+        text = draw.one(
+            [
+                draw.phrase_of_words(1, 4),
+                f"{draw.integer(99)} C",
+                str(draw.integer()),
+                draw.city(),
+                "ok",
+                f"{draw.integer(40)} degrees and {draw.word()}",
+            ]
+        )
         return text, text
     fields: dict[str, Any] = {}
     for _ in range(draw.number(1, 3)):
-        key = draw.one(["temperature", "condition", "status", "result", "time", "price", "total", "id", "wind"]) if draw.chance(0.5) else field_name(draw)
+        key = (
+            draw.one(["temperature", "condition", "status", "result", "time", "price", "total", "id", "wind"])
+            if draw.chance(0.5)
+            else field_name(draw)
+        )
         fields[key] = scalar(draw)[0] if draw.chance(0.9) else structured(draw)[0]
     return dump(fields), ", ".join(f"{key} {value if isinstance(value, str) else dump(value)}" for key, value in fields.items())
 
@@ -178,7 +203,11 @@ def tool_parallel(draw: Draw) -> Exchange:
                 ask, call_arguments = _spec_request(draw, spec)
                 parts.append((ask.rstrip(".?!"), spec, call_arguments))
         joint = draw.one([" and ", ". And ", ". Also: ", ", and then ", ". Then: "])
-        text = parts[0][0] + joint + (parts[1][0][0].lower() + parts[1][0][1:] if joint in (" and ", ", and then ") and parts[1][1].action else parts[1][0])
+        text = (
+            parts[0][0]
+            + joint
+            + (parts[1][0][0].lower() + parts[1][0][1:] if joint in (" and ", ", and then ") and parts[1][1].action else parts[1][0])
+        )
         messages = [user_turn(text), _calls_turn([(spec.name, call_arguments) for _, spec, call_arguments in parts])]
         tools = _declared(draw, [spec.tool(draw) for _, spec, _ in parts], "none", most=1)
     if draw.chance(0.3):

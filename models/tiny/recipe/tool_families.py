@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905  (lists of wordings read better in long lines)
 """Everyday tools with natural requests: what client examples usually declare (weather, mail, alarms, ...)."""
 
 from __future__ import annotations
@@ -236,9 +237,18 @@ def build_spec(draw: Draw, family: Family) -> tuple[Spec, dict[str, tuple[str, P
         param = Param(draw.one(names), _JSON_TYPE.get(kind, "string"))
         if kind == "unit":
             param.required = False
-            param.enum = draw.one([["celsius", "fahrenheit"], ["Celsius", "Fahrenheit"], ["C", "F"], ["metric", "imperial"], ["kelvin", "celsius"]])
+            param.enum = draw.one(
+                [["celsius", "fahrenheit"], ["Celsius", "Fahrenheit"], ["C", "F"], ["metric", "imperial"], ["kelvin", "celsius"]]
+            )
         if draw.chance(0.5):
-            param.description = draw.one([f"The {param.name.replace('_', ' ')}", _long_description(draw, family.slots[key][0][0]), f"{param.name.replace('_', ' ').capitalize()} to use", f"The {family.slots[key][0][0]}"])
+            param.description = draw.one(
+                [
+                    f"The {param.name.replace('_', ' ')}",
+                    _long_description(draw, family.slots[key][0][0]),
+                    f"{param.name.replace('_', ' ').capitalize()} to use",
+                    f"The {family.slots[key][0][0]}",
+                ]
+            )
         slots[key] = (kind, param)
     params = [p for _, p in slots.values()]
     if draw.chance(0.15):

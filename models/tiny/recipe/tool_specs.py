@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (lists of wordings read better in long lines)
 """Random tool declarations: names, parameters and descriptions that training never repeats in the held-out set."""
 
 from __future__ import annotations
@@ -104,7 +105,9 @@ def random_param(draw: Draw, kinds: list[str]) -> Param:
     param = Param(param_name(draw), draw.one(kinds))
     spoken = param.name.replace("_", " ")
     if draw.chance(0.6):
-        param.description = draw.one([f"The {spoken}", f"the {spoken}", f"{spoken.capitalize()} to use", f"The {spoken} of the {_noun(draw)}", spoken])
+        param.description = draw.one(
+            [f"The {spoken}", f"the {spoken}", f"{spoken.capitalize()} to use", f"The {spoken} of the {_noun(draw)}", spoken]
+        )
     if param.kind == "string" and draw.chance(0.15):
         param.enum = draw.words(draw.number(2, 4))
     if param.kind == "array":
@@ -184,8 +187,8 @@ def argument(draw: Draw, param: Param) -> tuple[Any, str]:
     if param.kind == "array":
         return _array(draw, param)
     names = param.fields or [draw.word()]
-    value: Any = {name: draw.one([draw.word, draw.name])() for name in names}
-    return value, dump(value)
+    inner: Any = {name: draw.one([draw.word, draw.name])() for name in names}
+    return inner, dump(inner)
 
 
 def _array(draw: Draw, param: Param) -> tuple[Any, str]:

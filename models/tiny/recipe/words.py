@@ -1,3 +1,4 @@
+# ruff: noqa: SIM905  (lists of wordings read better in long lines)
 """Word material of the data generator: names, nouns, verbs, emoji and CJK characters."""
 
 from __future__ import annotations
