@@ -1,19 +1,22 @@
-"""A checked chat request → a job for the worker."""
+"""A checked chat request → jobs for the worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Head, UsageOptions
 from services.gateway.chat_answer import ChatAnswer, ChatOptions
+from services.gateway.constraints import Constrained, ToolDemand, constraint_for
 from services.gateway.errors import EmptyArray
 from services.gateway.messages import normalise
 from services.gateway.parser import OutputParser
-from services.gateway.prompt import THINK_END, ChatPrompt, PromptTail, Thinking, resolve_thinking
-from services.gateway.sampling import NO_LOGPROBS, grammar_for, room_for_answer, sampling_params
+from services.gateway.prompt import THINK, THINK_END, ChatPrompt, Prefill, PromptTail, Thinking, resolve_thinking
+from services.gateway.sampling import NO_LOGPROBS, for_choice, priority_of, room_for_answer, sampling_params
 from services.gateway.schemas import ChatRequest, NamedTool, SamplingFields
 from services.gateway.services import Job
 from services.gateway.settings import GatewaySettings
@@ -24,7 +27,50 @@ from services.gateway.worker_client import Language
 _LARGE_PROMPT_CHARS = 20_000
 
 
+@dataclass(frozen=True)
+class ChatPlan:
+    """A chat request, ready to run, before any API's way of answering.
+
+    Attributes:
+        requests: one for each choice.
+        parsers: one for each choice.
+        prompt_tokens: length of the prompt.
+        params: the worker's names of fields → the request's.
+        continued: what the answer continues.
+        named_tool: tool_choice names a tool.
+    """
+
+    requests: Sequence[pb.GenerateRequest]
+    parsers: Sequence[OutputParser]
+    prompt_tokens: int
+    params: dict[str, str]
+    continued: str
+    named_tool: bool
+
+
 async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, settings: GatewaySettings, request_id: str) -> Job:
+    """A job that answers as OpenAI's chat completions. Arguments and errors as `plan_chat`."""
+    plan = await plan_chat(body, info, language, settings, request_id)
+    options = ChatOptions(
+        usage_options(body),
+        logprobs=bool(body.logprobs),
+        show_reasoning=body.include_reasoning is not False,
+        reasoning_fields=_REASONING_FIELDS[settings.reasoning_fields],
+        named_tool=plan.named_tool,
+        echo=plan.continued if body.echo else "",
+    )
+    answer = ChatAnswer(Head.of("chatcmpl", request_id, info), plan.parsers, plan.prompt_tokens, options)
+    return Job(plan.requests, answer, plan.params)
+
+
+_REASONING_FIELDS = {
+    "reasoning_content": ("reasoning_content",),
+    "reasoning": ("reasoning",),
+    "both": ("reasoning_content", "reasoning"),
+}
+
+
+async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language, settings: GatewaySettings, request_id: str) -> ChatPlan:
     """Renders, encodes and maps a request.
 
     Args:
@@ -32,48 +78,63 @@ async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, 
         info: what the worker serves.
         language: tokenizer and template.
         settings: the gateway's.
-        request_id: our id; names the job in the worker and the answer.
+        request_id: our id; names the jobs in the worker and the answer.
 
     Raises:
         InvalidRequest: names the field at fault.
     """
     messages = _messages(body, settings)
-    tools = _tools(body, language)
-    thinking = _thinking(body, settings)
-    prompt = await _prompt(messages, tools, thinking, language)
+    demand = _demand(body, language)
+    prefill = _prefill(body, messages)
+    prompt = await _prompt(messages if prefill is None else messages[:-1], demand, _thinking(body, settings), prefill, language)
     room = room_for_answer(len(prompt.token_ids), info.max_context, "messages")
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    request = pb.GenerateRequest(
+    sampling = sampling_params(
+        body,
+        asked_max=getattr(body, max_param),
+        max_param=max_param,
+        room=room,
+        vocab_size=info.vocab_size,
+        logprobs=_num_logprobs(body),
+    )
+    constrained = constraint_for(body, demand, tail=prompt.tail, language=language, supported=info.supports_grammar)
+    base = pb.GenerateRequest(
         request_id=request_id,
         prompt_token_ids=prompt.token_ids,
-        sampling=sampling_params(
-            body,
-            asked_max=getattr(body, max_param),
-            max_param=max_param,
-            room=room,
-            vocab_size=info.vocab_size,
-            logprobs=_num_logprobs(body),
-        ),
-        grammar=grammar_for(
-            body.response_format,
-            info.supports_grammar,
-            language.tokenizer.control_ids.get(THINK_END, 0) if prompt.tail is PromptTail.REASONING else 0,
-        ),
+        grammar=constrained.grammar if constrained is not None else None,
+        priority=priority_of(body.priority),
+        thinking_budget=_budget(body, prompt.tail, language),
     )
-    parser = OutputParser(
-        language.vocabulary,
-        prompt.tail,
-        ToolSchemas(tools) if tools else None,
-        keep_special=body.skip_special_tokens is False,
-        parallel=body.parallel_tool_calls is not False,
-    )
-    answer = ChatAnswer(
-        Head.of("chatcmpl", request_id, info),
-        [parser],
+    count = body.n or 1
+    return ChatPlan(
+        copies(base, sampling, count),
+        [_parser(body, prompt.tail, demand, language) for _ in range(count)],
         len(prompt.token_ids),
-        ChatOptions(usage_options(body), bool(body.logprobs), body.include_reasoning is not False),
+        params_of(constrained, max_param),
+        prefill.content or "" if prefill is not None else "",
+        isinstance(body.tool_choice, NamedTool),
     )
-    return Job([request], answer)
+
+
+def copies(base: pb.GenerateRequest, sampling: pb.SamplingParams, count: int, first: int = 0) -> list[pb.GenerateRequest]:
+    """The same request `count` times, each with an id and draws of its own; a single one keeps its id."""
+    found = []
+    for choice in range(first, first + count):
+        request = pb.GenerateRequest()
+        request.CopyFrom(base)
+        request.sampling.CopyFrom(for_choice(sampling, choice - first))
+        if choice:
+            request.request_id = f"{base.request_id}-{choice}"
+        found.append(request)
+    return found
+
+
+def params_of(constrained: Constrained | None, max_param: str) -> dict[str, str]:
+    """The worker's names of fields → those of the request."""
+    params = {"max_tokens": max_param}
+    if constrained is not None:
+        params["grammar"] = constrained.param
+    return params
 
 
 def usage_options(body: SamplingFields) -> UsageOptions:
@@ -102,19 +163,70 @@ def _messages(body: ChatRequest, settings: GatewaySettings) -> list[dict[str, An
     return normalise(body.messages)
 
 
-def _tools(body: ChatRequest, language: Language) -> list[dict[str, Any]]:
-    """The tools that the prompt shows; none for tool_choice none."""
+def _prefill(body: ChatRequest, messages: list[dict[str, Any]]) -> Prefill | None:
+    """The last message as the beginning of the answer, where the request continues it.
+
+    Raises:
+        InvalidRequest: vLLM's pair of fields contradicts itself, or the last message is nothing to continue.
+    """
+    if not body.continue_final_message:
+        if body.add_generation_prompt is False:
+            raise UnsupportedParameter(
+                "add_generation_prompt: false is supported only with continue_final_message: true.", param="add_generation_prompt"
+            )
+        return None
+    if body.add_generation_prompt:
+        raise InvalidRequest("continue_final_message and add_generation_prompt cannot both be true.", param="continue_final_message")
+    last = messages[-1]
+    path = f"messages[{len(messages) - 1}]"
+    if last["role"] != "assistant":
+        raise InvalidRequest(f"continue_final_message needs {path} to be of the role assistant.", param="continue_final_message")
+    if last.get("tool_calls"):
+        raise InvalidRequest(f"continue_final_message cannot continue {path}, which has tool_calls.", param="continue_final_message")
+    reasoning, content = last.get("reasoning_content", ""), last["content"]
+    if not reasoning and content.startswith(THINK) and THINK_END in content:
+        # Reasoning inside the content, as clients keep it that know no field for it.
+        reasoning, _, content = content.removeprefix(THINK).partition(THINK_END)
+        return Prefill(reasoning, content)
+    return Prefill(reasoning, None if reasoning and not content else content)
+
+
+def _demand(body: ChatRequest, language: Language) -> ToolDemand | None:
+    """What tool_choice asks for; None for no tools."""
     choice = body.tool_choice
     declared = [tool.function.name for tool in body.tools or []]
     if isinstance(choice, NamedTool) and choice.function.name not in declared:
         raise InvalidRequest(f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice")
-    if choice == "required" or isinstance(choice, NamedTool):
-        raise UnsupportedParameter("tool_choice: this server cannot force a tool call yet; use auto or none.", param="tool_choice")
+    if choice == "required" and not declared:
+        raise InvalidRequest("tool_choice required needs tools.", param="tool_choice")
     if choice == "none" or not body.tools:
-        return []
+        return None
     if not language.vocabulary.has_tools:
         raise UnsupportedParameter("tools: this model's vocabulary has no tool-call tokens.", param="tools")
-    return [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    several = body.parallel_tool_calls is not False
+    if isinstance(choice, NamedTool):
+        return ToolDemand(tools, forced=True, several=False, only=choice.function.name)
+    return ToolDemand(tools, forced=choice == "required", several=several)
+
+
+def _parser(body: ChatRequest, tail: PromptTail, demand: ToolDemand | None, language: Language) -> OutputParser:
+    return OutputParser(
+        language.vocabulary,
+        tail,
+        ToolSchemas(demand.tools) if demand is not None else None,
+        keep_special=body.skip_special_tokens is False,
+        parallel=body.parallel_tool_calls is not False,
+        trim_newlines="\n" in language.template.call_style.after_name,
+    )
+
+
+def _budget(body: ChatRequest, tail: PromptTail, language: Language) -> pb.ThinkingBudget | None:
+    """The reasoning budget; a prompt after which nothing is reasoned needs none."""
+    end = language.tokenizer.control_ids.get(THINK_END)
+    if body.thinking_token_budget is None or tail is PromptTail.CONTENT or end is None:
+        return None
+    return pb.ThinkingBudget(budget=body.thinking_token_budget, end_token_id=end, forced_token_ids=[end])
 
 
 def _thinking(body: ChatRequest, settings: GatewaySettings) -> Thinking:
@@ -138,11 +250,14 @@ def _thinking(body: ChatRequest, settings: GatewaySettings) -> Thinking:
     )
 
 
-async def _prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking, language: Language) -> ChatPrompt:
+async def _prompt(
+    messages: list[dict[str, Any]], demand: ToolDemand | None, thinking: Thinking, prefill: Prefill | None, language: Language
+) -> ChatPrompt:
+    tools = list(demand.tools) if demand is not None else []
     size = sum(len(message["content"]) for message in messages)
     if size < _LARGE_PROMPT_CHARS and len(messages) < 100:
-        return language.template.prompt(messages, tools, thinking)
-    return await asyncio.to_thread(language.template.prompt, messages, tools, thinking)
+        return language.template.prompt(messages, tools, thinking, prefill)
+    return await asyncio.to_thread(language.template.prompt, messages, tools, thinking, prefill)
 
 
 def _num_logprobs(body: ChatRequest) -> int:

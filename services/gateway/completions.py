@@ -1,20 +1,25 @@
-"""A checked completion request → a job for the worker."""
+"""A checked completion request → jobs for the worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
-from services.common.errors import InvalidRequest, UnsupportedParameter
+from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Head
-from services.gateway.chat import usage_options
+from services.gateway.chat import copies, params_of, usage_options
 from services.gateway.completion_answer import CompletionAnswer, CompletionOptions
+from services.gateway.constraints import constraint_for
 from services.gateway.errors import EmptyArray, InvalidType
-from services.gateway.sampling import NO_LOGPROBS, grammar_for, room_for_answer, sampling_params
+from services.gateway.prompt import PromptTail
+from services.gateway.sampling import NO_LOGPROBS, priority_of, room_for_answer, sampling_params
 from services.gateway.schemas import CompletionRequest
-from services.gateway.services import Job
+from services.gateway.services import Job, Scoring
 from services.gateway.worker_client import Language
+
+_MAX_CHOICES = 1024
 
 
 async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Language, request_id: str) -> Job:
@@ -24,56 +29,112 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
         body: the checked request.
         info: what the worker serves.
         language: tokenizer and template.
-        request_id: our id; names the job in the worker and the answer.
+        request_id: our id; names the jobs in the worker and the answer.
 
     Raises:
         InvalidRequest: names the field at fault.
     """
-    token_ids = await _token_ids(body, info, language)
-    room = room_for_answer(len(token_ids), info.max_context, "prompt")
-    request = pb.GenerateRequest(
-        request_id=request_id,
-        prompt_token_ids=token_ids,
-        sampling=sampling_params(
-            body,
-            asked_max=body.max_tokens,
-            max_param="max_tokens",
-            room=room,
-            vocab_size=info.vocab_size,
-            logprobs=NO_LOGPROBS if body.logprobs is None else body.logprobs,
-        ),
-        grammar=grammar_for(body.response_format, info.supports_grammar, 0),
+    prompts = [await _token_ids(prompt, path, body, info, language) for path, prompt in _prompts(body)]
+    count = body.n or 1
+    if len(prompts) * count > _MAX_CHOICES:
+        raise InvalidRequest(f"{len(prompts)} prompts with n={count} are more than {_MAX_CHOICES} choices.", param="prompt")
+    constrained = constraint_for(body, None, tail=PromptTail.CONTENT, language=language, supported=info.supports_grammar)
+    requests: list[pb.GenerateRequest | Scoring] = []
+    for token_ids in prompts:
+        base = pb.GenerateRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            grammar=constrained.grammar if constrained is not None else None,
+            priority=priority_of(body.priority),
+            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+        )
+        if body.max_tokens == 0:
+            requests += _scorings(body, base, language, count, len(requests))
+        else:
+            requests += _generations(body, base, info, count, len(requests))
+    options = CompletionOptions(
+        usage_options(body),
+        body.logprobs is not None,
+        frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
+        tuple(await _texts(body, prompts, language)) if body.echo else (),
     )
-    answer = CompletionAnswer(
-        Head.of("cmpl", request_id, info),
-        [len(token_ids)],
-        1,
-        CompletionOptions(
-            usage_options(body),
-            body.logprobs is not None,
-            frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
-        ),
-    )
-    return Job([request], answer)
+    answer = CompletionAnswer(Head.of("cmpl", request_id, info), [len(ids) for ids in prompts], count, options)
+    return Job(requests, answer, params_of(constrained, "max_tokens"))
 
 
-async def _token_ids(body: CompletionRequest, info: pb.InfoResponse, language: Language) -> list[int]:
-    """The prompt: text, in which control tokens count as such, or token ids."""
+def _generations(
+    body: CompletionRequest, base: pb.GenerateRequest, info: pb.InfoResponse, count: int, first: int
+) -> list[pb.GenerateRequest]:
+    """The generations of one prompt, `first` being the position of the first one in the request."""
+    sampling = sampling_params(
+        body,
+        asked_max=body.max_tokens,
+        max_param="max_tokens",
+        room=room_for_answer(len(base.prompt_token_ids), info.max_context, "prompt"),
+        vocab_size=info.vocab_size,
+        logprobs=NO_LOGPROBS if body.logprobs is None else body.logprobs,
+    )
+    return copies(base, sampling, count, first)
+
+
+def _scorings(body: CompletionRequest, base: pb.GenerateRequest, language: Language, count: int, first: int) -> list[Scoring]:
+    """The scoring of one prompt: max_tokens 0 with echo.
+
+    Raises:
+        InvalidRequest: there is nothing to answer.
+    """
+    if not body.echo:
+        raise InvalidRequest("max_tokens 0 needs echo: true; otherwise there is nothing to answer.", param="max_tokens")
+    token_ids = list(base.prompt_token_ids)
+    start = pb.Token(id=token_ids[0], piece=language.tokenizer.piece(token_ids[0]))
+    requests = [
+        pb.ScoreRequest(
+            request_id=f"{base.request_id}-{choice}" if choice else base.request_id,
+            token_ids=token_ids,
+            first_scored=1,
+            top=body.logprobs or 0,
+        )
+        for choice in range(first, first + count)
+    ]
+    return [Scoring(request, start) for request in requests]
+
+
+def _prompts(body: CompletionRequest) -> Iterator[tuple[str, Any]]:
+    """Each prompt with its path: a text, a list of texts, token ids, or lists of token ids."""
     prompt: Any = body.prompt
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-        if len(prompt) > 1:
-            raise UnsupportedParameter("prompt: this server takes one prompt a request.", param="prompt")
-        prompt = prompt[0]
+        for index, item in enumerate(prompt):
+            if type(item) is not type(prompt[0]):
+                raise InvalidType(f"prompt[{index}] must be {_KINDS[type(prompt[0])]}, as prompt[0] is.", param="prompt")
+            yield f"prompt[{index}]", item
+    else:
+        yield "prompt", prompt
+
+
+_KINDS: dict[type, str] = {str: "a string", list: "a list of token ids"}
+
+
+async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.InfoResponse, language: Language) -> list[int]:
+    """One prompt: text, in which control tokens count as such, or token ids."""
     if isinstance(prompt, str):
         add = body.add_special_tokens is not False
         ids = await asyncio.to_thread(language.tokenizer.encode_raw, prompt, add_special_tokens=add)
     else:
         for index, token_id in enumerate(prompt):
             if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidType(f"prompt[{index}] must be a token id.", param="prompt")
+                raise InvalidType(f"{path}[{index}] must be a token id.", param="prompt")
             if not 0 <= token_id < info.vocab_size:
-                raise InvalidRequest(f"prompt[{index}] is {token_id}; this model's ids are 0 to {info.vocab_size - 1}.", param="prompt")
+                raise InvalidRequest(f"{path}[{index}] is {token_id}; this model's ids are 0 to {info.vocab_size - 1}.", param="prompt")
         ids = list(prompt)
     if not ids:
-        raise EmptyArray("prompt must have at least one token.", param="prompt")
+        raise EmptyArray(f"{path} must have at least one token.", param="prompt")
     return ids
+
+
+async def _texts(body: CompletionRequest, prompts: list[list[int]], language: Language) -> list[str]:
+    """What `echo` repeats: the client's own text, or the text of its token ids."""
+    given = [prompt for _, prompt in _prompts(body)]
+    return [
+        prompt if isinstance(prompt, str) else await asyncio.to_thread(language.tokenizer.decode, ids)
+        for prompt, ids in zip(given, prompts, strict=True)
+    ]

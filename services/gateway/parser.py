@@ -69,6 +69,7 @@ class OutputParser:
         schemas: declared tools; None leaves tool-call tags in the text (no tools, or tool_choice none).
         keep_special: show special tokens (skip_special_tokens false).
         parallel: False keeps the first call only.
+        trim_newlines: content does not begin with the line breaks that the template puts before it.
         new_id: makes tool-call ids.
     """
 
@@ -80,6 +81,7 @@ class OutputParser:
         *,
         keep_special: bool = False,
         parallel: bool = True,
+        trim_newlines: bool = False,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         self._vocabulary = vocabulary
@@ -87,6 +89,7 @@ class OutputParser:
         self._schemas = schemas
         self._keep_special = keep_special
         self._parallel = parallel
+        self._trim_newlines = trim_newlines
         self._new_id = new_id
         self._utf8 = Utf8()
         self._held_space: str | None = ""  # white space that may turn out to stand before a call; None: text has begun
@@ -139,8 +142,9 @@ class OutputParser:
             elif call.emitted:
                 self._end_call(call)
         deltas += self._end_text()
-        if self._held_space and self.num_calls == 0:
-            deltas.append(TextDelta(Channel.CONTENT, self._held_space))
+        held = self._trimmed(self._held_space or "")
+        if held and self.num_calls == 0:
+            deltas.append(TextDelta(Channel.CONTENT, held))
         self._held_space = None
         return deltas
 
@@ -237,8 +241,12 @@ class OutputParser:
                 if text.isspace():
                     self._held_space = text
                     return []
+                text = text if self._said_anything else self._trimmed(text)
             self._said_anything = True
         return [TextDelta(self._channel, text)]
+
+    def _trimmed(self, text: str) -> str:
+        return text.lstrip("\n") if self._trim_newlines else text
 
 
 def parse_all(parser: OutputParser, tokens: Iterable[tuple[int, bytes]], *, stopped: bool) -> list[Delta]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import enum
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,15 +16,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import CheckpointError, EngineFailed, InvalidRequest, UnsupportedParameter
 from services.gateway.tokenizer import PromptTokenizer
+from services.gateway.tool_grammar import CallStyle
 
 THINK = "<think>"
 THINK_END = "</think>"
+ASSISTANT = "<|assistant|>"
 
 
 class PromptTail(enum.Enum):
     """Where the prompt leaves the model: the parser starts there."""
 
     REASONING = "reasoning"  # the prompt ends with an open <think>
+    UNDECIDED = "undecided"  # the model itself opens its reasoning, as GLM-4.5 does
     CONTENT = "content"
 
 
@@ -54,6 +59,24 @@ class ChatPrompt:
     tail: PromptTail
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """The beginning of the assistant's turn, to be continued.
+
+    Attributes:
+        reasoning: what it thought.
+        content: what it said; with None the reasoning goes on.
+    """
+
+    reasoning: str
+    content: str | None
+
+    @property
+    def in_reasoning(self) -> bool:
+        """True when the model goes on thinking."""
+        return self.content is None
+
+
 class ChatTemplate:
     """The checkpoint's chat template in a sandbox, with what transformers gives templates.
 
@@ -77,14 +100,18 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"chat_template.jinja line {error.lineno}: {error.message}") from error
         self._tokenizer = tokenizer
+        self.call_style = _call_style(self._template)
 
-    def prompt(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking) -> ChatPrompt:
+    def prompt(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking, prefill: Prefill | None = None
+    ) -> ChatPrompt:
         """Renders and encodes a conversation, ready for the next assistant turn.
 
         Args:
             messages: as `services.gateway.messages.normalise` returns them.
             tools: OpenAI tool definitions; may be empty.
             thinking: effort and the like.
+            prefill: what the assistant's turn begins with.
 
         Raises:
             InvalidRequest: the template refuses the conversation.
@@ -92,7 +119,14 @@ class ChatTemplate:
         rendered = self._render(messages, tools, thinking)
         if thinking.off and rendered.endswith(THINK):
             rendered += THINK_END
-        tail = PromptTail.REASONING if rendered.endswith(THINK) else PromptTail.CONTENT
+        if prefill is not None:
+            rendered = _continued(rendered, prefill, self._tokenizer.mark)
+        if rendered.endswith(THINK) or (prefill is not None and prefill.in_reasoning):
+            tail = PromptTail.REASONING
+        elif prefill is None and not thinking.off and rendered.rstrip("\n").endswith(ASSISTANT):
+            tail = PromptTail.UNDECIDED
+        else:
+            tail = PromptTail.CONTENT
         return ChatPrompt(self._tokenizer.encode_rendered(rendered), tail)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking) -> str:
@@ -112,6 +146,30 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
             # Messages were normalised before: what fails now is the template's fault, or ours.
             raise EngineFailed(f"The chat template failed: {type(error).__name__}") from error
+
+
+def _continued(rendered: str, prefill: Prefill, mark: Callable[[str], str]) -> str:
+    """The rendered prompt with the beginning of the turn; the client's text is marked."""
+    if prefill.content is None:
+        return (rendered if rendered.endswith(THINK) else rendered.removesuffix(THINK_END) + THINK) + mark(prefill.reasoning)
+    if rendered.endswith(THINK):
+        return rendered + mark(prefill.reasoning) + THINK_END + mark(prefill.content)
+    return rendered + mark(prefill.content)
+
+
+_STYLE = re.compile(r"<tool_call>\s*probe(\s*)<arg_key>key</arg_key>(\s*)<arg_value>value</arg_value>(\s*)</tool_call>")
+
+
+def _call_style(template: jinja2.Template) -> CallStyle:
+    """The white space of a call, as the template itself writes one; that of GLM-4.7 and later where it writes none."""
+    call = {"id": "a", "type": "function", "function": {"name": "probe", "arguments": {"key": "value"}}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        rendered = template.render(messages=messages, tools=None, add_generation_prompt=False)
+    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError):
+        return CallStyle()
+    found = _STYLE.search(rendered)
+    return CallStyle(*found.groups()) if found else CallStyle()
 
 
 def resolve_thinking(

@@ -15,8 +15,9 @@ from services.gateway.access.keys import ApiKey
 from services.gateway.body import read_json_object
 from services.gateway.errors import ModelNotAllowed
 from services.gateway.metrics import CONTENT_TYPE
+from services.gateway.refusals import refuse_unsupported
 from services.gateway.run import respond
-from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse, refuse_unsupported
+from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse
 from services.gateway.services import Services
 from services.gateway.worker_client import Language
 

@@ -13,7 +13,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Answer
 from services.gateway.choices import Choices, Open
 from services.gateway.generation import until_disconnect
-from services.gateway.services import Job, Services
+from services.gateway.services import Job, Scoring, Services
 from services.gateway.sse import EventStreamResponse, StreamPlan
 from services.gateway.worker_client import WorkerClient
 
@@ -53,7 +53,7 @@ def open_choices(services: Services, job: Job) -> Choices:
     """The job's generations; they begin when they are read."""
     sources: list[Open] = [
         functools.partial(_scored, services.client, request)
-        if isinstance(request, pb.ScoreRequest)
+        if isinstance(request, Scoring)
         else functools.partial(services.client.generate, request, services.settings.request_timeout_s)
         for request in job.requests
     ]
@@ -105,9 +105,11 @@ async def collect(choices: Choices, answer: Answer) -> None:
             left -= 1
 
 
-async def _scored(client: WorkerClient, request: pb.ScoreRequest) -> AsyncIterator[pb.GenerateEvent]:
+async def _scored(client: WorkerClient, scoring: Scoring) -> AsyncIterator[pb.GenerateEvent]:
     """A teacher-forced scoring as a generation of no tokens."""
-    answer = await client.score(request)
-    total = len(request.token_ids)
-    yield pb.GenerateEvent(prefill=pb.PrefillProgress(done_tokens=total, total_tokens=total, prompt_tokens=answer.tokens))
+    total = len(scoring.request.token_ids)
+    # A single token follows nothing: there is nothing to ask for.
+    scored = (await client.score(scoring.request)).tokens if total > 1 else []
+    tokens = [scoring.first, *scored]
+    yield pb.GenerateEvent(prefill=pb.PrefillProgress(done_tokens=total, total_tokens=total, prompt_tokens=tokens))
     yield pb.GenerateEvent(finished=pb.Finished(reason=pb.FINISH_REASON_LENGTH, prompt_tokens=total))

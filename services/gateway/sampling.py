@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
-from services.common.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.schemas import ResponseFormat, SamplingFields
+from services.gateway.schemas import SamplingFields
 
 NO_LOGPROBS = -1
+# 2^64 over the golden ratio: seeds of neighbouring choices are far apart, and seed 5 has no choice in common with seed 6.
+_SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def room_for_answer(prompt_tokens: int, max_context: int, param: str) -> int:
@@ -76,27 +76,20 @@ def sampling_params(
     return params
 
 
-def grammar_for(wanted: ResponseFormat | None, supported: bool, after_token_id: int) -> pb.Grammar | None:
-    """The grammar that a response format asks for.
+def for_choice(params: pb.SamplingParams, choice: int) -> pb.SamplingParams:
+    """The parameters of one of several choices: each draws its own tokens, and the same ones for the same seed."""
+    own = pb.SamplingParams()
+    own.CopyFrom(params)
+    if choice and params.HasField("seed"):
+        own.seed = (params.seed + choice * _SEED_STEP) % 2**64
+    return own
 
-    Args:
-        wanted: response_format.
-        supported: the worker can constrain its output.
-        after_token_id: the grammar begins after this token (``</think>``); 0 for at once.
 
-    Raises:
-        UnsupportedParameter: the worker cannot constrain; free text must not pretend to be checked JSON.
-    """
-    if wanted is None or wanted.type == "text":
-        return None
-    if not supported:
-        raise UnsupportedParameter(
-            f"response_format {wanted.type} is not supported by this worker; ask for JSON in the prompt instead.",
-            param="response_format",
-        )
-    if wanted.json_schema is None:
-        return pb.Grammar(any_json_object=True, after_token_id=after_token_id)
-    return pb.Grammar(json_schema=json.dumps(wanted.json_schema.schema_), after_token_id=after_token_id)
+def priority_of(priority: int | None) -> pb.Priority:
+    """vLLM's number, where less comes first, as one of the worker's bands."""
+    if not priority:
+        return pb.PRIORITY_NORMAL
+    return pb.PRIORITY_HIGH if priority < 0 else pb.PRIORITY_BATCH
 
 
 def _check_ids(ids: list[int], vocab_size: int, param: str) -> None:

@@ -1,18 +1,19 @@
 """The bodies of both POST endpoints: names, types and ranges.
 
 Types are strict: ``"1"`` and ``true`` are not numbers, ``NaN`` is no value. Fields that we do not know are ignored, as clients
-of other servers expect; fields that would change the answer and cannot be honoured are refused by `refuse_unsupported`.
+of other servers expect; fields that would change the answer and cannot be honoured are refused by `refusals.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
-from services.common.errors import InvalidRequest, UnsupportedParameter
+from services.common.errors import InvalidRequest
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter
+from services.gateway.formats import Body, ResponseFormat, StructuredOutputs
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +21,6 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _INT64 = 2**63
-
-
-class Body(BaseModel):
-    """Strict types, unknown fields kept apart."""
-
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
 
 class StreamOptions(Body):
@@ -62,6 +57,17 @@ class SamplingFields(Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
 
     @field_validator("stop")
     @classmethod
@@ -130,27 +136,6 @@ class ThinkingSwitch(Body):
     clear_thinking: bool | None = None
 
 
-class JsonSchemaFormat(Body):
-    """`response_format.json_schema`."""
-
-    name: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    strict: bool | None = None
-
-
-class ResponseFormat(Body):
-    """`response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-    @model_validator(mode="after")
-    def _schema_is_there(self) -> Self:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise ValueError("of type json_schema needs json_schema: {name, schema}")
-        return self
-
-
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
@@ -165,6 +150,10 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking: ThinkingSwitch | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
     response_format: ResponseFormat | None = None
 
 
@@ -172,8 +161,10 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
+    echo: bool | None = None
     response_format: ResponseFormat | None = None
 
 
@@ -217,7 +208,7 @@ def _readable(error: ValidationError) -> InvalidRequest:
 
 def _is_branch(part: str) -> bool:
     """True for what pydantic adds to a path to name the branch of a union."""
-    return part in ("str", "NamedTool") or part.startswith(("list[", "literal[", "function-"))
+    return part in ("str", "NamedTool") or part.startswith(("list[", "dict[", "literal[", "function-"))
 
 
 def _shown(value: Any) -> str:
@@ -236,75 +227,6 @@ def _note_unknown(schema: type[Body], request: Body) -> None:
     """Says once per name that a field is ignored."""
     for name in request.model_extra or {}:
         key = (schema.__name__, name[:80])
-        if key not in _noted and len(_noted) < _MAX_NOTED and name not in _REFUSED:
+        if key not in _noted and len(_noted) < _MAX_NOTED:
             _noted.add(key)
             log.debug("ignoring the unknown field %s", key[1])
-
-
-# Fields that change the answer and that this server cannot honour, with the values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "ebnf": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_logprobs": (),
-    "regex": (),
-    "return_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "thinking_token_budget": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
-
-# What chat_template_kwargs must not replace: these are the conversation, not an option of the template.
-_TEMPLATE_RESERVED = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "messages",
-    "tokenize",
-    "tools",
-)
-
-
-def refuse_unsupported(request: SamplingFields) -> None:
-    """Refuses what would silently change the answer.
-
-    Raises:
-        UnsupportedParameter: names the field.
-    """
-    extra = request.model_extra or {}
-    for name, harmless in _REFUSED.items():
-        value = extra.get(name)
-        if value is not None and not any(value == item and type(value) is type(item) for item in harmless):
-            raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
-    if request.n is not None and request.n > 1:
-        raise UnsupportedParameter("n: this server returns one choice; send n=1 or several requests.", param="n")
-    options = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
-    for name in options.model_extra or {} if options else {}:
-        if name in _TEMPLATE_RESERVED:
-            raise UnsupportedParameter(
-                f"chat_template_kwargs.{name} cannot be set; use the request's own fields.", param="chat_template_kwargs"
-            )

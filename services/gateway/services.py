@@ -37,6 +37,19 @@ class Services:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """A prompt to be scored without an answer.
+
+    Attributes:
+        request: what the worker gets.
+        first: the prompt's first token, which follows nothing and has no log-probability.
+    """
+
+    request: pb.ScoreRequest
+    first: pb.Token
+
+
+@dataclass(frozen=True)
 class Job:
     """A request that is ready to run.
 
@@ -46,6 +59,6 @@ class Job:
         params: the worker's names of fields → the client's, for errors.
     """
 
-    requests: Sequence[pb.GenerateRequest | pb.ScoreRequest]
+    requests: Sequence[pb.GenerateRequest | Scoring]
     answer: Answer
     params: Mapping[str, str] = field(default_factory=dict)

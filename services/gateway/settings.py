@@ -74,6 +74,11 @@ class GatewaySettings(ServiceSettings):
         validation_alias="GLM53_THINKING_OFF_POLICY",
         description="What turning thinking off does: empty_think (the prompt ends <think></think>), low (least effort) or reject.",
     )
+    reasoning_fields: Literal["reasoning_content", "reasoning", "both"] = Field(
+        "reasoning_content",
+        validation_alias="GLM53_REASONING_FIELDS",
+        description="Under which name chat answers show reasoning: reasoning_content, reasoning (newer vLLM, OpenRouter) or both.",
+    )
     api_keys_file: str = Field(
         "",
         validation_alias="GLM53_API_KEYS_FILE",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -50,6 +50,7 @@ class PromptTokenizer:
                     "single_word); such tokens cannot be told from text safely"
                 )
         self.control_ids: dict[str, int] = {token["content"]: int(token["id"]) for token in added}
+        self._control_names = frozenset(self.control_ids.values())
         self.special_ids: frozenset[int] = frozenset(int(token["id"]) for token in added if token.get("special"))
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         longest_first = sorted(self.control_ids, key=len, reverse=True)
@@ -88,6 +89,20 @@ class PromptTokenizer:
         """Token ids of a text whose author may use control tokens: the prompt of /v1/completions."""
         return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens spelled out."""
+        return str(self._full.decode(list(token_ids), skip_special_tokens=False))
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of one token, of a byte-level vocabulary exactly."""
+        name = self._full.id_to_token(token_id)
+        if name is None or token_id in self._control_names:
+            return (name or "").encode()
+        try:
+            return bytes(_BYTE_OF_CHARACTER[character] for character in name)
+        except KeyError:
+            return str(self._full.decode([token_id])).encode()
+
     def _cut(self, rendered: str) -> Iterator[tuple[int | None, str]]:
         position = 0
         for match in self._control.finditer(rendered):
@@ -95,6 +110,16 @@ class PromptTokenizer:
             yield self.control_ids[match.group()], ""
             position = match.end()
         yield None, rendered[position:]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level vocabularies spell each byte as one printable character."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
 
 
 def _without_control_tokens(document: dict[str, Any], added: list[dict[str, Any]]) -> str:

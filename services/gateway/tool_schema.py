@@ -69,6 +69,11 @@ class ArgumentSchema:
         """JSON types that the argument may have; None when the schema does not say."""
         return self._known
 
+    @property
+    def choices(self) -> list[Any] | None:
+        """The values that an enum or const lists; None when there is none."""
+        return self._choices
+
     def value_of(self, text: str) -> Any:
         """The JSON value of what the model wrote between the tags, which is never stripped when it is a string."""
         if self._choices is not None and text in [choice for choice in self._choices if isinstance(choice, str)]:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import llguidance
 import numpy as np
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from services.common.errors import CheckpointError, InvalidRequest
@@ -117,7 +118,11 @@ def _text_of(source: GrammarSource) -> str:
     if source.kind == "regex":
         return str(make.grammar_from_regex(source.text))
     if source.kind == "lark":
-        return str(make.grammar_from_lark(source.text))
+        # Users of llama.cpp and SGLang write GBNF, which is converted.
+        try:
+            return str(make.grammar_from_lark(any_to_lark(source.text) if "::=" in source.text else source.text))
+        except Exception as error:  # noqa: BLE001 - the converter raises whatever its parser meets
+            raise _refusal(source.kind, str(error) or type(error).__name__) from None
     schema = '{"type": "object"}' if source.kind == "any_json_object" else source.text
     try:
         return str(make.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))

@@ -15,7 +15,7 @@ from services.common.errors import Glm53Error
 from services.common.grpc_status import ERROR_METADATA_KEY, status_of
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
-from tests.gateway.language import CHAT_TEMPLATE, TOKENIZER_JSON, encode, tokens_of
+from tests.gateway.language import CHAT_TEMPLATE, TOKENIZER_JSON, encode, piece, tokens_of
 
 Step = Any
 
@@ -93,9 +93,12 @@ class FakeWorker(pb_grpc.WorkerServicer):
     max_context: int = 1000
     supports_grammar: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
+    scored: list[pb.ScoreRequest] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    cancel_asked: set[str] = field(default_factory=set)
+    wake: dict[str, asyncio.Event] = field(default_factory=dict)
     tokenizer_calls: list[str] = field(default_factory=list)
     instance_id: str = "one"
     chat_template: str = CHAT_TEMPLATE
@@ -143,6 +146,17 @@ class FakeWorker(pb_grpc.WorkerServicer):
         body = {"engine": {"running": len(self.live)}, "expert_cache": [{"slots": 3}]}
         return pb.StatsResponse(json=json.dumps(body), prometheus_text=b"# TYPE glm53_slots gauge\nglm53_slots 3\n")
 
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        found = request.request_id in self.live
+        if found:
+            self.cancel_asked.add(request.request_id)
+            self.wake.setdefault(request.request_id, asyncio.Event()).set()
+        return pb.CancelResponse(found=found)
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        self.scored.append(request)
+        return pb.ScoreResponse(tokens=_prompt_tokens(request.token_ids, request.top)[request.first_scored :])
+
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         self.requests.append(request)
         self.live.add(request.request_id)
@@ -152,6 +166,10 @@ class FakeWorker(pb_grpc.WorkerServicer):
         try:
             if script.admit:
                 yield pb.GenerateEvent(admitted=pb.Admitted())
+            if request.prompt_logprobs:
+                tokens = _prompt_tokens(request.prompt_token_ids, max(0, request.sampling.logprobs))
+                for part in (tokens[:2], tokens[2:]):
+                    yield pb.GenerateEvent(prefill=pb.PrefillProgress(total_tokens=len(tokens), prompt_tokens=part))
             for step in script.steps:
                 if isinstance(step, Fail):
                     metadata = ((ERROR_METADATA_KEY, step.error.to_json().encode()),)
@@ -166,7 +184,8 @@ class FakeWorker(pb_grpc.WorkerServicer):
                         yield pb.GenerateEvent(prefill=pb.PrefillProgress(done_tokens=done, total_tokens=1000))
                         await asyncio.sleep(0.005)
                 elif isinstance(step, Forever):
-                    await asyncio.Event().wait()
+                    await self.wake.setdefault(request.request_id, asyncio.Event()).wait()
+                    yield _finished(request, Finish(pb.FINISH_REASON_CANCELLED), said)
                 elif isinstance(step, Finish):
                     yield _finished(request, step, said)
                 else:
@@ -180,6 +199,18 @@ class FakeWorker(pb_grpc.WorkerServicer):
                 self.cancelled.append(request.request_id)
             self.live.discard(request.request_id)
             self.ended.append(request.request_id)
+
+
+def _prompt_tokens(ids: Sequence[int], top: int) -> list[pb.Token]:
+    """Prompt tokens; that at position i has the log-probability -i/4, the first one none."""
+    tokens = []
+    for position, number in enumerate(ids):
+        token = pb.Token(id=number, piece=piece(number))
+        if position:
+            token.logprob = -position / 4
+            token.top.extend(pb.TokenLogprob(token_id=rank, logprob=-rank, piece=piece(rank)) for rank in range(top))
+        tokens.append(token)
+    return tokens
 
 
 def _finished(request: pb.GenerateRequest, step: Finish, said: int) -> pb.GenerateEvent:

@@ -141,7 +141,8 @@ def test_thinking_off_closes_the_prompts_thinking() -> None:
         ("<|assistant|><think>", False, PromptTail.REASONING, "<|assistant|><think>"),
         ("<|assistant|><think>", True, PromptTail.CONTENT, "<|assistant|><think></think>"),
         ("<|assistant|>{% if not enable_thinking %}</think>{% endif %}", True, PromptTail.CONTENT, "<|assistant|></think>"),
-        ("<|assistant|>", False, PromptTail.CONTENT, "<|assistant|>"),
+        ("<|assistant|>", False, PromptTail.UNDECIDED, "<|assistant|>"),
+        ("<|assistant|>", True, PromptTail.CONTENT, "<|assistant|>"),
     ],
 )
 def test_the_parser_starts_where_the_rendered_prompt_ends(ending: str, off: bool, tail: PromptTail, text: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.gateway.schemas import _REFUSED
+from services.gateway.refusals import REFUSED
 from tests.gateway.fake_worker import Finish, Say
 from tests.gateway.stack import HELLO, MODEL, Stack
 
@@ -53,13 +53,28 @@ SHARED: dict[str, list[Any]] = {
     "ignore_eos": NOT_BOOLEANS,
     "include_stop_str_in_output": NOT_BOOLEANS,
     "skip_special_tokens": NOT_BOOLEANS,
-    "n": [0, -1, 2, 129, *NOT_INTEGERS],
+    "n": [0, -1, 129, *NOT_INTEGERS],
     "stream": NOT_BOOLEANS,
     "stream_options": [{"include_usage": "x"}, {"include_usage": True}, *NOT_OBJECTS],
     "user": NOT_STRINGS,
     "metadata": NOT_OBJECTS,
     "store": NOT_BOOLEANS,
     "service_tier": NOT_STRINGS,
+    "priority": [2**40, *NOT_INTEGERS],
+    "structured_outputs": [
+        {},
+        {"json": None},
+        {"regex": "a", "json_object": True},
+        {"choice": []},
+        {"choice": [""]},
+        {"regex": 5},
+        *NOT_OBJECTS,
+    ],
+    "guided_json": ["{", "[]", 5, True, []],
+    "guided_regex": NOT_STRINGS,
+    "guided_choice": [[], [5], "x", {}],
+    "guided_grammar": NOT_STRINGS,
+    "guided_json_object": NOT_BOOLEANS,
     "response_format": [
         "json",
         {},
@@ -69,6 +84,10 @@ SHARED: dict[str, list[Any]] = {
         {"type": "json_schema", "json_schema": None},
         {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_object"},
+        {"type": "structural_tag"},
+        {"type": "structural_tag", "structures": [], "triggers": ["a"]},
+        {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": ""}], "triggers": ["x"]},
+        {"type": "structural_tag", "format": {"type": "any_text"}},
         5,
         [],
     ],
@@ -80,6 +99,10 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "logprobs": NOT_BOOLEANS,
     "top_logprobs": [-1, 21, 5, *NOT_INTEGERS],
     "tools": [5, "x", {}],
+    "thinking_token_budget": [-1, *NOT_INTEGERS],
+    "continue_final_message": [True, *NOT_BOOLEANS],
+    "add_generation_prompt": [False, *NOT_BOOLEANS],
+    "echo": NOT_BOOLEANS,
     "tool_choice": ["x", "required", 5, [], {}, {"type": "function", "function": {"name": "g"}}],
     "parallel_tool_calls": NOT_BOOLEANS,
     "reasoning_effort": ["x", "Low", 5, True, [], {}],
@@ -97,10 +120,30 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "thinking": [{}, {"type": "x"}, {"type": True}, {"type": "enabled", "clear_thinking": 1}, *NOT_OBJECTS],
 }
 TEXT_ONLY: dict[str, list[Any]] = {
-    "prompt": [None, "", [], [""], ["a", "b"], [[]], [[1], [2]], [True], [-1], [99999], [1, "a"], [1.5], [None], {}, 5, True],
+    "prompt": [
+        None,
+        "",
+        [],
+        [""],
+        ["a", 5],
+        ["a", [1]],
+        [[]],
+        [[1], "a"],
+        [[1], []],
+        [True],
+        [-1],
+        [99999],
+        [1, "a"],
+        [1.5],
+        [None],
+        {},
+        5,
+        True,
+    ],
     "logprobs": [-1, 21, *NOT_INTEGERS],
     "add_special_tokens": NOT_BOOLEANS,
-    "echo": [True],
+    "echo": NOT_BOOLEANS,
+    "max_tokens": [0, -1, 10**30, *NOT_INTEGERS],
     "suffix": ["x"],
     "best_of": [2],
 }
@@ -169,12 +212,12 @@ def test_nested_faults_are_named_by_path(stack: Stack, fields: dict[str, Any], p
 
 
 @pytest.mark.parametrize("path", BOTH)
-@pytest.mark.parametrize("name", sorted(_REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_fields_that_cannot_be_honoured_are_refused_but_their_neutral_values_pass(stack: Stack, path: str, name: str) -> None:
     """What would silently change the answer is 400 unsupported_parameter; null and the values that ask for nothing are accepted."""
     error = check_error(stack.post(path, **{name: {"some": "thing"}}), name)
     assert error["code"] == "unsupported_parameter"
-    for neutral in (None, *_REFUSED[name]):
+    for neutral in (None, *REFUSED[name]):
         assert stack.post(path, **{name: neutral}).status_code == 200
 
 

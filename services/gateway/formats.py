@@ -1,0 +1,79 @@
+"""What a request may ask of the form of its answer, in OpenAI's words and in vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Body(BaseModel):
+    """Strict types, unknown fields kept apart."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+
+class JsonSchemaFormat(Body):
+    """`response_format.json_schema`."""
+
+    name: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TagStructure(Body):
+    """One structure of a structural tag: JSON of a schema between two texts."""
+
+    begin: Annotated[str, Field(min_length=1, max_length=512)]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    end: Annotated[str, Field(max_length=512)]
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=128)] | None = None
+    triggers: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(min_length=1, max_length=128)] | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("of type json_schema needs json_schema: {name, schema}")
+        if self.type == "structural_tag":
+            if self.structures is None or self.triggers is None:
+                raise ValueError("of type structural_tag needs structures: [{begin, schema, end}] and triggers: [text]")
+            for structure in self.structures:
+                if not any(structure.begin.startswith(trigger) for trigger in self.triggers):
+                    raise ValueError(f"has the structure {structure.begin[:60]!r}, which begins with none of the triggers")
+        return self
+
+
+class StructuredOutputs(Body):
+    """`structured_outputs`, as vLLM has it: exactly one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if len(self.given) != 1:
+            raise ValueError("needs exactly one of json, regex, choice, grammar, json_object")
+        return self
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the fields that ask for something."""
+        values = {
+            "json": self.json_,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+            "json_object": self.json_object or None,
+        }
+        return [name for name, value in values.items() if value is not None]
