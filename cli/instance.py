@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -13,6 +14,9 @@ from typing import IO
 from services.common.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+# sockaddr_un.sun_path has 108 bytes, the last one a zero.
+MAX_SOCKET_PATH_BYTES = 107
 
 
 class Instance:
@@ -39,32 +43,91 @@ class Instance:
         """Takes the instance's lock and clears what a dead predecessor left.
 
         Raises:
-            ConfigError: another live server holds the instance.
+            ConfigError: another live server holds the instance, or its folders cannot be used.
         """
-        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (self._state_dir / "lock").open("a+")
+        self._check_folders()
+        self._lock = self._take_lock()
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
+            self._end_orphans()
+            self._refuse_foreign_worker()
+            # The arena stays: a worker takes it over when it holds the same checkpoint, and replaces it when it does not.
+            for segment in self.segments():
+                if not segment.name.endswith("-arena"):
+                    log.info("removing %s, left by a dead server", segment)
+                    segment.unlink(missing_ok=True)
+            (self._state_dir / "worker.sock").unlink(missing_ok=True)
+        except BaseException:
+            self._give_lock_back()
+            raise
+
+    def _check_folders(self) -> None:
+        if not (self._shm_dir.is_dir() and os.access(self._shm_dir, os.W_OK | os.X_OK)):
             raise ConfigError(
-                f"instance {self.name!r} is already served by process {holder}: stop it, or choose another PORT or GLM53_INSTANCE",
-                param="GLM53_INSTANCE",
-            ) from None
+                f"GLM53_SHM_DIR is {self._shm_dir}, which is no folder that this user can write to: name a tmpfs", param="GLM53_SHM_DIR"
+            )
+        socket_path = os.fsencode(self._state_dir / "worker.sock")
+        if len(socket_path) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{os.fsdecode(socket_path)} has {len(socket_path)} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}:"
+                " choose a shorter GLM53_STATE_DIR",
+                param="GLM53_STATE_DIR",
+            )
+        try:
+            self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            owner = self._state_dir.stat()
+        except OSError as error:
+            raise ConfigError(f"cannot make the state folder {self._state_dir}: {error.strerror}", param="GLM53_STATE_DIR") from None
+        # The default lies in a folder that everybody can write to: what somebody else put there first is not ours.
+        if owner.st_uid not in (os.getuid(), 0):
+            raise ConfigError(
+                f"the state folder {self._state_dir} belongs to another user ({owner.st_uid}): choose another GLM53_STATE_DIR",
+                param="GLM53_STATE_DIR",
+            )
+
+    def _take_lock(self) -> IO[str]:
+        path = self._state_dir / "lock"
+        while True:
+            try:
+                lock = path.open("a+")
+            except OSError as error:
+                raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                lock.close()
+                raise ConfigError(
+                    f"instance {self.name!r} is already served by process {holder}: stop it, or choose another PORT or GLM53_INSTANCE",
+                    param="GLM53_INSTANCE",
+                ) from None
+            # A holder removes the file before it lets go: a lock on a removed file excludes nobody.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+                    break
+            lock.close()
         lock.seek(0)
         lock.truncate()
         lock.write(str(os.getpid()))
         lock.flush()
-        self._lock = lock
-        self._end_orphans()
-        # The arena stays: a worker takes it over when it holds the same checkpoint, and replaces it when it does not.
-        for segment in self.segments():
-            if not segment.name.endswith("-arena"):
-                log.info("removing %s, left by a dead server", segment)
-                segment.unlink(missing_ok=True)
-        (self._state_dir / "worker.sock").unlink(missing_ok=True)
+        return lock
+
+    def _refuse_foreign_worker(self) -> None:
+        """A worker of another server (with another state folder, or another user's) holds its arena's lock: its segments are not ours."""
+        arena = self._shm_dir / f"glm53-{self.name}-arena"
+        if not arena.exists():
+            return
+        try:
+            with arena.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{arena} belongs to a running worker of another server: choose another PORT or GLM53_INSTANCE", param="GLM53_INSTANCE"
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"cannot open {arena}: {error.strerror}. Remove it, or choose another GLM53_INSTANCE", param="GLM53_INSTANCE"
+            ) from None
 
     def segments(self) -> list[Path]:
         """Every shared-memory file of this instance."""
@@ -72,15 +135,21 @@ class Instance:
 
     def record_children(self, pids: dict[str, int]) -> None:
         """Remembers the children so that a successor can end them if we are killed."""
-        lines = [f"{name} {pid} {_start_time(pid)}" for name, pid in pids.items()]
-        (self._state_dir / "children").write_text("\n".join(lines))
+        lines = [f"{name} {pid} {started}" for name, pid in pids.items() if (started := _start_time(pid))]
+        # Replaced in one step: whoever reads it, at whatever moment we are killed, finds whole lines.
+        fresh = self._state_dir / "children.new"
+        fresh.write_text("\n".join(lines))
+        fresh.replace(self._state_dir / "children")
 
     def release(self) -> None:
         """Removes every segment and file of the instance and gives the lock back."""
         for segment in self.segments():
             segment.unlink(missing_ok=True)
-        for name in ("children", "worker.sock"):
+        for name in ("children", "children.new", "worker.sock"):
             (self._state_dir / name).unlink(missing_ok=True)
+        self._give_lock_back()
+
+    def _give_lock_back(self) -> None:
         if self._lock is not None:
             (self._state_dir / "lock").unlink(missing_ok=True)
             self._lock.close()
@@ -92,8 +161,12 @@ class Instance:
         if not listed.exists():
             return
         orphans = []
-        for line in listed.read_text().splitlines():
-            name, number, started = line.split()
+        for line in listed.read_text(errors="replace").splitlines():
+            fields = line.split()
+            if len(fields) != 3 or not fields[1].isdecimal():
+                log.warning("%s has a line that names no process: %r", listed, line[:80])
+                continue
+            name, number, started = fields
             if _start_time(int(number)) == started:
                 log.warning("ending %s (process %s), left by a dead server", name, number)
                 orphans.append((int(number), started))

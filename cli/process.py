@@ -31,7 +31,10 @@ def _die_with_parent() -> None:
 def describe_exit(code: int) -> str:
     """An exit code in words: signals by name, SIGKILL with the usual cause."""
     if code < 0:
-        name = signal.Signals(-code).name
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"  # real-time signals have no name here
         return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return f"exited with code {code}"
 

@@ -7,10 +7,12 @@ Stop: gateway (finishes its streams), worker, cpu_expert; then the shared memory
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -23,11 +25,14 @@ from typing import Any
 from cli.instance import Instance
 from cli.process import Service, describe_exit
 from cli.settings import ServeSettings
+from services.common.errors import ConfigError
 from services.common.lifecycle import BOOT_FAILURES, ExitCode, Signals
 
 log = logging.getLogger("glm53")
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 2.0
+# The way to our own gateway never leads through the proxy that http_proxy may name.
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def default_commands() -> dict[str, list[str]]:
@@ -66,11 +71,29 @@ class Supervisor:
         signals = Signals()
         self._instance.acquire()
         try:
+            self._check_port()
             code = self._watch(signals)
         finally:
             self._stop(signals)
             self._instance.release()
         return code
+
+    def _check_port(self) -> None:
+        """Another program on our port would answer our own health checks: that must come out before anything is loaded.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        host, port = self._settings.host, self._settings.port
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(family, kind, number) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}. Stop what listens there, or choose another PORT or HOST.", param="PORT"
+            ) from None
 
     def _watch(self, signals: Signals) -> int:
         for service in self._services:
@@ -107,7 +130,7 @@ class Supervisor:
         if health is not None and health.get("status") == "ok":
             self._announce(health)
             return None
-        step = str((health or {}).get("message", ""))
+        step = loading_step(health or {})
         if step and step != self._last_step:
             self._last_step = step
             log.info("loading: %s", step)
@@ -124,14 +147,14 @@ class Supervisor:
         host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "") else "[::1]" if self._settings.host == "::" else self._settings.host
         url = f"http://{host}:{self._settings.port}/health"
         try:
-            with urllib.request.urlopen(url, timeout=HEALTH_TIMEOUT_S) as reply:
+            with _DIRECT.open(url, timeout=HEALTH_TIMEOUT_S) as reply:
                 return dict(json.load(reply))
         except urllib.error.HTTPError as error:
             try:
                 return dict(json.load(error))
-            except ValueError:
+            except (OSError, ValueError, http.client.HTTPException):
                 return None
-        except (OSError, ValueError):
+        except (OSError, ValueError, http.client.HTTPException):
             return None
 
     def _announce(self, health: Mapping[str, Any]) -> None:
@@ -143,8 +166,9 @@ class Supervisor:
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is the capital of France?"}]})
         log.info("loaded in %.1f s", time.monotonic() - self._began)
         log.info("serving %s on %s", model, url)
-        log.info("mode %s: %s", health.get("mode", "?"), health.get("mode_reason", ""))
-        print(f"\nTry:\n  curl -s {url}/chat/completions -H 'content-type: application/json' -d '{body}'\n", flush=True)
+        reason = health.get("mode_reason")
+        log.info("mode %s%s", health.get("mode", "?"), f": {reason}" if reason else "")
+        tell(f"\nTry:\n  curl -s {url}/chat/completions -H 'content-type: application/json' -d '{body}'\n")
 
     def _stop(self, signals: Signals) -> None:
         """Gateway first, so that no request arrives any more; its streams end while the engine still runs."""
@@ -163,6 +187,21 @@ class Supervisor:
                     log.warning("%s did not stop in time: killing it", service.name)
                     break
             service.kill()
+
+
+def loading_step(health: Mapping[str, Any]) -> str:
+    """What a service that is not ready is doing, in words; "" when /health does not say."""
+    step = str(health.get("step") or health.get("reason") or "")
+    return f"{health.get('progress', 0):.0%} {step}" if health.get("step") else step
+
+
+def tell(text: str) -> None:
+    """Prints for people. Whoever read our output may be gone (`glm53 serve | head`): no reason to stop serving."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        # What is left in the buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_settings(settings: ServeSettings) -> None:

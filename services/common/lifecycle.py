@@ -42,7 +42,7 @@ BOOT_FAILURES = frozenset({ExitCode.BOOT, ExitCode.CONFIG})
 
 
 class Signals:
-    """SIGTERM and SIGINT as a queue: handlers only append, the main loop acts.
+    """SIGTERM, SIGINT and SIGHUP (the terminal was closed) as a queue: handlers only append, the main loop acts.
 
     A handler that logs or takes locks can deadlock with the code that it interrupted.
     """
@@ -51,6 +51,9 @@ class Signals:
         self._queue: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._append)
+        # nohup makes a process ignore SIGHUP; that stays.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._append)
 
     def _append(self, number: int, _frame: types.FrameType | None) -> None:
         self._queue.put(signal.Signals(number))

@@ -153,6 +153,7 @@ class WorkerWatch:
                 "progress": round(1.0 if self.is_ready else self._info.load_progress, 4),
                 "step": self._info.load_step,
                 "mode": pb.Mode.Name(self._info.mode).removeprefix("MODE_").lower().replace("_", "-"),
+                "mode_reason": self._info.mode_reason,
                 "device": self._info.device,
             }
         if self._problem is not None:

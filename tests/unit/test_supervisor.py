@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import http.server
-import json
+import fcntl
 import os
 import signal
 import socket
@@ -11,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -86,6 +86,7 @@ def test_exits_are_described_in_words() -> None:
     """Signals are named and SIGKILL mentions memory."""
     assert describe_exit(-9) == "was killed by SIGKILL (out of memory?)"
     assert describe_exit(2) == "exited with code 2"
+    assert describe_exit(-40) == "was killed by signal 40"
 
 
 @pytest.fixture
@@ -141,27 +142,75 @@ def test_a_reused_pid_is_not_ended(dirs: tuple[Path, Path]) -> None:
         stranger.kill()
 
 
-@pytest.fixture
-def health_port() -> Iterator[int]:
-    """A server that answers /health as a ready gateway does."""
+@pytest.mark.parametrize("left", ["", "gpu_worker 17", "gpu_worker", "gpu_worker x y", "gpu_wor\0", "a b c d"])
+def test_a_damaged_list_of_children_does_not_stop_a_start(dirs: tuple[Path, Path], left: str) -> None:
+    """What a server left that was killed while it wrote is passed over; the next server starts."""
+    dirs[1].mkdir()
+    (dirs[1] / "children").write_text(left)
+    heir = Instance("a", *dirs)
+    heir.acquire()
+    assert not (dirs[1] / "children").exists()
+    heir.release()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.dumps({"status": "ok", "model": "m", "mode": "fast", "mode_reason": "r"}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(body)
 
-        def log_message(self, *args: object) -> None:
-            return
+def test_a_child_that_is_gone_already_is_not_recorded(dirs: tuple[Path, Path]) -> None:
+    """A process that ended before it could be written down leaves no half line."""
+    instance = Instance("a", *dirs)
+    instance.acquire()
+    with subprocess.Popen(python("pass")) as gone:
+        gone.wait()
+    instance.record_children({"gpu_worker": gone.pid, "gateway": os.getpid()})
+    lines = (dirs[1] / "children").read_text().splitlines()
+    assert [line.split()[:2] for line in lines] == [["gateway", str(os.getpid())]]
+    instance.release()
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server.server_address[1]
-    server.shutdown()
-    server.server_close()
-    thread.join()
+
+def test_a_lock_file_that_was_removed_meanwhile_excludes_nobody(dirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opened the lock just before its holder removed it locks the new file, not the removed one."""
+    first, late = Instance("a", *dirs), Instance("a", *dirs)
+    first.acquire()
+    real = fcntl.flock
+
+    def flock(file: IO[str], how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        first.release()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    late.acquire()
+    with pytest.raises(ConfigError, match="already served"):
+        Instance("a", *dirs).acquire()
+    late.release()
+
+
+def test_segments_of_a_running_worker_of_another_server_are_left_alone(dirs: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two state folders, one instance name: the second server is refused, and takes nothing away from the first."""
+    shm, _ = dirs
+    (shm / "glm53-a-ctl").write_bytes(b"x")
+    with (shm / "glm53-a-arena").open("wb") as arena:
+        fcntl.flock(arena, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="running worker of another server"):
+            Instance("a", shm, tmp_path / "other").acquire()
+        assert sorted(p.name for p in shm.iterdir()) == ["glm53-a-arena", "glm53-a-ctl"]
+    heir = Instance("a", shm, tmp_path / "other")
+    heir.acquire()
+    heir.release()
+
+
+def test_folders_that_cannot_be_used_are_named_with_their_setting(tmp_path: Path) -> None:
+    """A missing tmpfs, a state folder that cannot be made and one too long for a socket are settings errors."""
+    (tmp_path / "file").write_text("")
+    for shm, state, param in (
+        (tmp_path / "missing", tmp_path / "state", "GLM53_SHM_DIR"),
+        (tmp_path / "file", tmp_path / "state", "GLM53_SHM_DIR"),
+        (tmp_path, tmp_path / "file", "GLM53_STATE_DIR"),
+        (tmp_path, tmp_path / "file" / "state", "GLM53_STATE_DIR"),
+        (tmp_path, tmp_path / ("x" * 110), "GLM53_STATE_DIR"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            Instance("a", shm, state).acquire()
+        assert caught.value.param == param
+        assert param in caught.value.message or str(state) in caught.value.message
 
 
 def free_port() -> int:
@@ -169,6 +218,26 @@ def free_port() -> int:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
+
+def gateway(port: int, *answers: dict[str, object]) -> str:
+    """A program that answers /health with `answers`, one after the other, the last one for ever; "ok" as status is a 200."""
+    return f"""
+import http.server, json, signal, threading
+answers = {list(answers)!r}
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        self.send_response(200 if answer["status"] == "ok" else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+    def log_message(self, *args):
+        pass
+signal.signal(signal.SIGTERM, lambda *a: exit(0))
+http.server.ThreadingHTTPServer(("127.0.0.1", {port}), Handler).serve_forever()
+"""
+
+
+READY = {"status": "ok", "model": "m", "mode": "fast", "mode_reason": "it fits"}
 
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, lambda *a: exit(0)); time.sleep(60)"
 
@@ -194,11 +263,15 @@ def test_a_boot_failure_stops_everything_with_its_code(tmp_path: Path, code: int
     assert not (tmp_path / "state" / "children").exists()
 
 
-def test_crashed_services_come_back_and_sigterm_stops_all(tmp_path: Path, health_port: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A killed child is started again; SIGTERM ends every child and returns 0."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_crashed_services_come_back_and_a_signal_stops_all(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    """A killed child is started again; SIGTERM, Ctrl-C and a closed terminal end every child and return 0."""
     marks = tmp_path / "marks"
     code = f"import os; open({str(marks)!r}, 'a').write(str(os.getpid()) + '\\n'); {SLEEP}"
-    run = supervisor(tmp_path, health_port, gpu_worker=code, cpu_expert=SLEEP)
+    port = free_port()
+    run = supervisor(tmp_path, port, gpu_worker=code, gateway=gateway(port, READY))
     caplog.set_level("INFO")
 
     def script() -> None:
@@ -206,7 +279,7 @@ def test_crashed_services_come_back_and_sigterm_stops_all(tmp_path: Path, health
         assert wait_for(lambda: "loaded in" in caplog.text)
         os.kill(int(marks.read_text().split()[0]), signal.SIGKILL)
         assert wait_for(lambda: marks.read_text().count("\n") == 2)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=script)
     thread.start()
@@ -214,3 +287,74 @@ def test_crashed_services_come_back_and_sigterm_stops_all(tmp_path: Path, health
     thread.join()
     assert "was killed by SIGKILL" in caplog.text
     assert all(not s.running for s in run._services)
+
+
+def stop_when(condition: Callable[[], bool]) -> threading.Thread:
+    """Sends SIGTERM to this process once `condition` holds, or after the usual wait."""
+
+    def script() -> None:
+        wait_for(condition)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    return thread
+
+
+def test_loading_shows_its_steps_and_then_the_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each step that /health names is logged once with the progress, also the reason why a worker cannot be asked."""
+    port = free_port()
+    layer = {"status": "loading", "progress": 0.25, "step": "experts of layer 3"}
+    run = supervisor(tmp_path, port, gateway=gateway(port, {"status": "unreachable", "reason": "no socket"}, layer, layer, READY))
+    caplog.set_level("INFO")
+    thread = stop_when(lambda: "mode fast" in caplog.text)
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert [m for m in caplog.messages if m.startswith("loading")] == ["loading: no socket", "loading: 25% experts of layer 3"]
+    assert "mode fast: it fits" in caplog.messages
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    """What already answers on our port is not taken for our gateway."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        run = supervisor(tmp_path, port, gpu_worker=f"open({str(tmp_path / 'started')!r}, 'w')")
+        with pytest.raises(ConfigError, match=f"{port}: Address already in use"):
+            run.run()
+    assert not (tmp_path / "started").exists()
+    assert not (tmp_path / "state" / "lock").exists()
+
+
+def test_a_proxy_is_not_asked_for_our_own_health(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """http_proxy of the environment does not keep the supervisor from seeing that its gateway is ready."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    port = free_port()
+    run = supervisor(tmp_path, port, gateway=gateway(port, READY))
+    caplog.set_level("INFO")
+    thread = stop_when(lambda: "loaded in" in caplog.text)
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert "loaded in" in caplog.text
+
+
+def test_a_closed_output_does_not_end_the_server(tmp_path: Path) -> None:
+    """`glm53 serve | head -1`: printing into a pipe without reader is survived, and the exit code is the server's own."""
+    port = free_port()
+    program = (
+        "import os, sys; from cli.serve import Supervisor; from cli.settings import ServeSettings; env = dict(os.environ);"
+        "from services.common.logs import configure_logging; configure_logging('serve');"
+        f"sys.exit(Supervisor(ServeSettings.load(env), env, {{'gateway': [sys.executable, '-c', {gateway(port, READY)!r}]}}).run())"
+    )
+    (tmp_path / "shm").mkdir()
+    env = {**os.environ, "PORT": str(port), "GLM53_SHM_DIR": str(tmp_path / "shm"), "GLM53_STATE_DIR": str(tmp_path / "state")}
+    reader, writer = os.pipe()
+    os.close(reader)
+    log = tmp_path / "log"
+    with log.open("wb") as errors, subprocess.Popen([sys.executable, "-c", program], env=env, stdout=writer, stderr=errors) as server:
+        os.close(writer)
+        assert wait_for(lambda: "mode fast" in log.read_text()), log.read_text()
+        # A server that died of the print that follows would be gone by then.
+        assert not wait_for(lambda: server.poll() is not None, 1)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(20) == ExitCode.OK, log.read_text()
+    assert "Traceback" not in log.read_text()
