@@ -16,10 +16,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
-from services.gateway import errors, routes
+from services.gateway import admin, errors, routes
 from services.gateway.access.admission import AccessPolicy
-from services.gateway.access.control import AccessControl
+from services.gateway.access.cancels import Canceller
+from services.gateway.access.control import AccessControl, KeyFinder
 from services.gateway.access.keyring import KeyRing
+from services.gateway.access.keys import ApiKey
 from services.gateway.access.limits import Counters, LocalCounters
 from services.gateway.access.metered import MeteredClient
 from services.gateway.drain import Traffic
@@ -27,7 +29,9 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
 from services.gateway.services import Services
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared.bus import Bus
 from services.gateway.shared.counters import FallbackCounters, RedisCounters
+from services.gateway.shared.key_share import KeyShare
 from services.gateway.shared.link import RedisLink
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch, stop
@@ -66,10 +70,11 @@ def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     app.include_router(routes.router)
+    app.include_router(admin.router)
     # The last one added is the first one asked.
     app.add_middleware(
         AccessControl,
-        keys=services.keys,
+        keys=_finder(services),
         policy=services.access,
         max_header_bytes=settings.max_header_bytes,
         metrics=services.metrics,
@@ -102,13 +107,39 @@ def _link(settings: GatewaySettings) -> RedisLink | None:
 
 def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None) -> Services:
     keys = KeyRing(Path(settings.api_keys_file)) if settings.api_keys_file else None
+    client = MeteredClient(worker)
     counters: Counters = LocalCounters()
+    bus = share = None
     if link is not None:
         counters = FallbackCounters(RedisCounters(link), LocalCounters(1 / settings.replicas))
-    client = MeteredClient(worker)
+        bus = Bus(link)
+        share = KeyShare(keys, link, bus) if keys is not None else None
     return Services(
-        settings, client, WorkerWatch(client), Traffic(), GatewayMetrics(), access=AccessPolicy(counters, link), keys=keys, link=link
+        settings,
+        client,
+        WorkerWatch(client),
+        Traffic(),
+        GatewayMetrics(),
+        access=AccessPolicy(counters, link),
+        keys=keys,
+        link=link,
+        bus=bus,
+        key_share=share,
+        canceller=Canceller(client.live, client, bus),
     )
+
+
+def _finder(services: Services) -> KeyFinder | None:
+    """What finds a key's entry: our file, then what other gateways have."""
+    ring, share = services.keys, services.key_share
+    if ring is None:
+        return None
+
+    async def find(key: str) -> ApiKey | None:
+        found = ring.find(key)
+        return found if found is not None or share is None else await share.find(key)
+
+    return find
 
 
 def _background(services: Services) -> list[Coroutine[Any, Any, None]]:
@@ -118,6 +149,10 @@ def _background(services: Services) -> list[Coroutine[Any, Any, None]]:
         work.append(services.keys.run())
     if services.link is not None:
         work.append(services.link.watch())
+    if services.bus is not None:
+        work.append(services.bus.run())
+    if services.key_share is not None:
+        work.append(services.key_share.run())
     if isinstance(services.access.counters, FallbackCounters):
         work.append(services.access.counters.run())
     return work

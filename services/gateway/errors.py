@@ -57,6 +57,12 @@ class UnknownRoute(errors.InvalidRequest):
     code = "not_found"
 
 
+class UnknownRequest(errors.InvalidRequest):
+    """No such request runs, or it is another key's."""
+
+    code = "request_not_found"
+
+
 class MethodNotAllowed(errors.InvalidRequest):
     """The URL exists, but not for this method."""
 
@@ -115,6 +121,7 @@ SERVER = "server_error"
 HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
     errors.UnknownModel: HttpError(404, INVALID),
     UnknownRoute: HttpError(404, INVALID),
+    UnknownRequest: HttpError(404, INVALID),
     MethodNotAllowed: HttpError(405, INVALID),
     AuthenticationFailed: HttpError(401, "authentication_error"),
     PermissionDenied: HttpError(403, "permission_error"),

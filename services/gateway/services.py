@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.admission import AccessPolicy
+from services.gateway.access.cancels import Canceller
 from services.gateway.access.keyring import KeyRing
 from services.gateway.answers import Answer
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared.bus import Bus
+from services.gateway.shared.key_share import KeyShare
 from services.gateway.shared.link import RedisLink
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch
@@ -23,7 +26,8 @@ class Services:
 
     Attributes:
         keys: None where no keys are asked for.
-        link: the way to Redis, None where each gateway is for itself.
+        link, bus, key_share: what gateways share through Redis, None where each is for itself.
+        canceller: ends requests by their ids.
     """
 
     settings: GatewaySettings
@@ -34,6 +38,9 @@ class Services:
     access: AccessPolicy
     keys: KeyRing | None
     link: RedisLink | None
+    bus: Bus | None
+    key_share: KeyShare | None
+    canceller: Canceller
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,9 @@ class WorkerClient(Protocol):
     async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
         """Log-probabilities of given tokens."""
 
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a job; False when the worker has none of this id."""
+
     async def stats(self) -> pb.StatsResponse:
         """The engine's counters."""
 
@@ -117,6 +120,14 @@ class GrpcWorkerClient:
         try:
             answer: pb.StatsResponse = await self._stub().Stats(pb.StatsRequest(), timeout=self._timeout_s)
             return answer
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a job; False when the worker has none of this id."""
+        try:
+            answer: pb.CancelResponse = await self._stub().Cancel(pb.CancelRequest(request_id=request_id), timeout=self._timeout_s)
+            return answer.found
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
 

@@ -275,7 +275,7 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     first = write_keys(path, a={}, b={})
     ring = KeyRing(path)
     heard: list[set[str]] = []
-    ring.listen(lambda _table, gone: heard.append(gone))
+    ring.listen(lambda _table, gone, _added: heard.append(gone))
     assert not ring.reload_if_changed()
     path.write_text("{")
     assert not ring.reload_if_changed()
@@ -321,6 +321,8 @@ def test_a_running_gateway_takes_up_a_changed_file(tmp_path: Path) -> None:
 
 def test_glm53_keys_makes_lists_and_withdraws(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The printed key fits the file, the file does not hold it and is private; a withdrawn key is gone; wrong use is code 78."""
+    # The command sends logs to standard error for good, which is the test's only until its end.
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
     path = tmp_path / "keys.json"
     create = ["keys", "create", "--file", str(path), "--id", "team", "--requests-per-minute", "5", "--model", "tiny", "--priority", "batch"]
     assert glm53(create) == 0

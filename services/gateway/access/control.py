@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Glm53Error
 from services.gateway.access.admission import AccessPolicy, admission_var
-from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ANYONE, MAX_KEY_CHARS, ApiKey
 from services.gateway.errors import AuthenticationFailed, HeadersTooLarge, PermissionDenied, body_of, http_of, response_of
 from services.gateway.metrics import GatewayMetrics
@@ -22,19 +21,21 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
 ADMIN_PATHS = ("/stats", "/server_info", "/admin/")
 _MAX_HEADERS = 256
 
+KeyFinder = Callable[[str], Awaitable[ApiKey | None]]
+
 
 class AccessControl:
     """ASGI middleware.
 
     Args:
         app: what lies behind.
-        keys: None where no keys are asked for.
+        keys: finds the entry of a key; None where no keys are asked for.
         policy: limits.
         max_header_bytes: most bytes of names and values together.
         metrics: counts refusals.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing | None, policy: AccessPolicy, max_header_bytes: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyFinder | None, policy: AccessPolicy, max_header_bytes: int, metrics: GatewayMetrics) -> None:
         self._app = app
         self._keys = keys
         self._policy = policy
@@ -49,7 +50,7 @@ class AccessControl:
         try:
             _check_headers(scope["headers"], self._max_header_bytes)
             path = scope["path"]
-            key = ANYONE if self._keys is None or path in OPEN_PATHS else self._key_of(scope, self._keys)
+            key = ANYONE if self._keys is None or path in OPEN_PATHS else await self._key_of(scope, self._keys)
             if path.startswith(ADMIN_PATHS) and not key.admin:
                 raise PermissionDenied(f"The key {key.id!r} is no admin key.")
             scope["state"]["key"] = key
@@ -74,11 +75,11 @@ class AccessControl:
             self._policy.leave(admission)
             self._policy.settle_later(admission)
 
-    def _key_of(self, scope: Scope, keys: KeyRing) -> ApiKey:
+    async def _key_of(self, scope: Scope, keys: KeyFinder) -> ApiKey:
         given = _presented(Headers(scope=scope))
         if given is None:
             raise AuthenticationFailed("This server needs an API key: send Authorization: Bearer <key>.")
-        found = keys.find(given) if len(given) <= MAX_KEY_CHARS else None
+        found = await keys(given) if len(given) <= MAX_KEY_CHARS else None
         if found is None:
             raise AuthenticationFailed("This server does not know this API key.")
         return found

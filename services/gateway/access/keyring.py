@@ -17,6 +17,9 @@ _LOOK_INTERVAL_S = 1.0
 # Hashes withdrawn by other gateways whose file is newer than ours.
 _MAX_REVOKED = 10_000
 
+# Called with the new table, the hashes (hex) that are gone and those that are new.
+Listener = Callable[[KeyTable, set[str], set[str]], None]
+
 
 class KeyRing:
     """Keys of one file.
@@ -38,7 +41,7 @@ class KeyRing:
         self._stamp = self._look()
         self._table = read_keys(path)
         self._revoked: dict[bytes, None] = {}
-        self._listeners: list[Callable[[KeyTable, set[str]], None]] = []
+        self._listeners: list[Listener] = []
         self.failed_reloads = 0
 
     @property
@@ -54,14 +57,22 @@ class KeyRing:
             return None
         return found
 
-    def listen(self, listener: Callable[[KeyTable, set[str]], None]) -> None:
-        """Calls `listener` after every reload with the new table and the hashes (hex) that are gone."""
+    def listen(self, listener: Listener) -> None:
+        """Calls `listener` after every reload."""
         self._listeners.append(listener)
 
     def revoke(self, sha256: str) -> None:
         """Another gateway says that a key is gone: it counts no more here, whatever our copy of the file says."""
         if len(self._revoked) < _MAX_REVOKED:
             self._revoked[bytes.fromhex(sha256)] = None
+
+    def restore(self, sha256: str) -> None:
+        """Another gateway says that a withdrawn key is back."""
+        self._revoked.pop(bytes.fromhex(sha256), None)
+
+    def is_revoked(self, digest: bytes) -> bool:
+        """True for a key that another gateway has withdrawn."""
+        return digest in self._revoked
 
     def reload_if_changed(self) -> bool:
         """Reads the file again if it is another one than last time; True when new keys are in force."""
@@ -75,13 +86,13 @@ class KeyRing:
             self.failed_reloads += 1
             log.error("the key file changed and cannot be used; the keys before stay in force: %s", error.message)
             return False
-        gone = {key.sha256 for key in self._table.keys} - {key.sha256 for key in table.keys}
+        before, after = ({key.sha256 for key in keys.keys} for keys in (self._table, table))
         self._table = table
         # The file is newer than what others said about it.
         self._revoked.clear()
-        log.info("the key file changed", extra={"keys": len(table.keys), "removed": len(gone)})
+        log.info("the key file changed", extra={"keys": len(table.keys), "removed": len(before - after)})
         for listener in self._listeners:
-            listener(table, gone)
+            listener(table, before - after, after - before)
         return True
 
     async def run(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.admission import Admission, admission_var, expected_tokens
+from services.gateway.access.cancels import LiveRequests
 from services.gateway.errors import ModelNotAllowed
 from services.gateway.worker_client import Language, WorkerClient
 
@@ -14,10 +15,15 @@ EXPECTED_ANSWER_TOKENS = 256
 
 
 class MeteredClient:
-    """A `WorkerClient` in front of another; the key is that of the request which the current task works for."""
+    """A `WorkerClient` in front of another; the key is that of the request which the current task works for.
+
+    Attributes:
+        live: what runs, by request.
+    """
 
     def __init__(self, client: WorkerClient) -> None:
         self._client = client
+        self.live = LiveRequests()
         self._model = ""
 
     async def info(self) -> pb.InfoResponse:
@@ -43,6 +49,10 @@ class MeteredClient:
             admission.used(len(request.token_ids))
         return await self._client.score(request)
 
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a job; False when the worker has none of this id."""
+        return await self._client.cancel(request_id)
+
     async def close(self) -> None:
         """Lets the connection go."""
         await self._client.close()
@@ -64,6 +74,7 @@ class MeteredClient:
         self._check_model(admission)
         await admission.charge(expected_tokens(request.prompt_token_ids, request.sampling.max_tokens, EXPECTED_ANSWER_TOKENS))
         taken = 0
+        self.live.add(admission.request_id, admission.key.id, request.request_id)
         events = self._client.generate(request, timeout_s)
         try:
             async for event in events:
@@ -78,6 +89,7 @@ class MeteredClient:
         finally:
             # A request that was cut off has cost what was computed for it.
             admission.used(taken)
+            self.live.remove(admission.request_id, request.request_id)
             await events.aclose()  # type: ignore[attr-defined]
 
     def _check_model(self, admission: Admission) -> None:
