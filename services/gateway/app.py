@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
-from services.gateway import admin, errors, routes
+from services.gateway import admin, anthropic, errors, native, responses, routes
 from services.gateway.access.admission import AccessPolicy
 from services.gateway.access.cancels import Canceller
 from services.gateway.access.control import AccessControl, KeyFinder
@@ -24,6 +24,7 @@ from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ApiKey
 from services.gateway.access.limits import Counters, LocalCounters
 from services.gateway.access.metered import MeteredClient
+from services.gateway.anthropic_answer import error_response
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
@@ -33,6 +34,7 @@ from services.gateway.shared.bus import Bus
 from services.gateway.shared.counters import FallbackCounters, RedisCounters
 from services.gateway.shared.key_share import KeyShare
 from services.gateway.shared.link import RedisLink
+from services.gateway.stores import Stores
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch, stop
 
@@ -69,7 +71,9 @@ def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink 
 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
-    app.include_router(routes.router)
+    app.state.stores = Stores.of(services.link)
+    for module in (routes, native, responses, anthropic):
+        app.include_router(module.router)
     app.include_router(admin.router)
     # The last one added is the first one asked.
     app.add_middleware(
@@ -164,6 +168,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
         request.app.state.services.metrics.refusals.labels(error.code).inc()
     if errors.http_of(error).status >= 500:
         log.warning("%s: %s", type(error).__name__, error.message)
+    if request.url.path in anthropic.PATHS:
+        return error_response(error)
     return errors.response_of(error)
 
 

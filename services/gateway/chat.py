@@ -83,10 +83,8 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
     Raises:
         InvalidRequest: names the field at fault.
     """
-    messages = _messages(body, settings)
     demand = _demand(body, language)
-    prefill = _prefill(body, messages)
-    prompt = await _prompt(messages if prefill is None else messages[:-1], demand, _thinking(body, settings), prefill, language)
+    prompt, prefill = await _rendered(body, demand, language, settings)
     room = room_for_answer(len(prompt.token_ids), info.max_context, "messages")
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     sampling = sampling_params(
@@ -114,6 +112,20 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
         prefill.content or "" if prefill is not None else "",
         isinstance(body.tool_choice, NamedTool),
     )
+
+
+async def render(body: ChatRequest, language: Language, settings: GatewaySettings) -> ChatPrompt:
+    """The prompt that a chat request would get."""
+    prompt, _prefill = await _rendered(body, _demand(body, language), language, settings)
+    return prompt
+
+
+async def _rendered(
+    body: ChatRequest, demand: ToolDemand | None, language: Language, settings: GatewaySettings
+) -> tuple[ChatPrompt, Prefill | None]:
+    messages = _messages(body, settings)
+    prefill = _prefill(body, messages)
+    return await _prompt(messages if prefill is None else messages[:-1], demand, _thinking(body, settings), prefill, language), prefill
 
 
 def copies(base: pb.GenerateRequest, sampling: pb.SamplingParams, count: int, first: int = 0) -> list[pb.GenerateRequest]:

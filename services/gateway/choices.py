@@ -57,6 +57,11 @@ class Choices:
         """The worker's last words, of the generations that have ended."""
         return [g.finished for g in self._generations if g.finished is not None]
 
+    @property
+    def last_token_at(self) -> float:
+        """When the newest token came, on the monotonic clock; 0 before the first."""
+        return max(g.last_token_at for g in self._generations)
+
     async def verdict(self, timeout_s: float) -> None:
         """Waits until the worker has taken the first generation, at most `timeout_s` seconds; no event is lost.
 

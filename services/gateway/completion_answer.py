@@ -38,6 +38,9 @@ class CompletionAnswer:
         prompts: length of each prompt.
         per_prompt: choices of each prompt (`n`).
         options: how it is written.
+
+    Attributes:
+        prompt_lengths: length of each choice's prompt.
     """
 
     wire = OPENAI
@@ -46,6 +49,7 @@ class CompletionAnswer:
 
     def __init__(self, head: Head, prompts: Sequence[int], per_prompt: int, options: CompletionOptions) -> None:
         self.head = head
+        self.prompt_lengths = [length for length in prompts for _ in range(per_prompt)]
         self._totals = Totals(prompts, per_prompt)
         self._chunks = Chunks(head, "text_completion", options.usage, self._totals)
         echoes = [text for text in options.echoes for _ in range(per_prompt)] or [""] * (len(prompts) * per_prompt)

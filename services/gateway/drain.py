@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -20,6 +21,10 @@ _FAREWELL_S = 5.0
 class Abortable(Protocol):
     """Generations of a request."""
 
+    @property
+    def last_token_at(self) -> float:
+        """When the newest token came, on the monotonic clock; 0 before the first."""
+
     def abort(self, error: Glm53Error) -> None:
         """Makes their reader fail with `error`."""
 
@@ -30,6 +35,7 @@ class Traffic:
     def __init__(self) -> None:
         self.draining = False
         self._num_requests = 0
+        self._last_token_at = float("-inf")
         self._running: set[Abortable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -60,8 +66,15 @@ class Traffic:
         """Remembers what may have to be ended."""
         self._running.add(work)
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since any generation gave a token."""
+        newest = max((work.last_token_at for work in self._running), default=0.0)
+        return time.monotonic() - max(newest, self._last_token_at)
+
     def remove(self, work: Abortable) -> None:
         """Forgets what has ended."""
+        self._last_token_at = max(self._last_token_at, work.last_token_at)
         self._running.discard(work)
 
     async def drain(self, timeout_s: float) -> None:

@@ -69,6 +69,18 @@ class MethodNotAllowed(errors.InvalidRequest):
     code = "method_not_allowed"
 
 
+class UnknownResponse(errors.InvalidRequest):
+    """No such response is kept, or not for this key."""
+
+    code = "response_not_found"
+
+
+class IdempotencyConflict(errors.InvalidRequest):
+    """The idempotency key belongs to another request, or to one that still runs."""
+
+    code = "idempotency_conflict"
+
+
 class ShuttingDown(errors.NotReady):
     """This gateway finishes what runs and takes nothing new."""
 
@@ -127,6 +139,8 @@ HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
     PermissionDenied: HttpError(403, "permission_error"),
     HeadersTooLarge: HttpError(431, INVALID, should_retry=False),
     RateLimited: HttpError(429, "rate_limit_error"),
+    UnknownResponse: HttpError(404, INVALID),
+    IdempotencyConflict: HttpError(409, INVALID, should_retry=False),
     RequestTooLarge: HttpError(413, INVALID),
     errors.InvalidRequest: HttpError(400, INVALID),
     errors.Cancelled: HttpError(499, INVALID, should_retry=False),

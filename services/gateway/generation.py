@@ -25,6 +25,7 @@ class Generation:
 
     Attributes:
         first_token_s: seconds until the first token, None before it.
+        last_token_at: when the newest token came, on the monotonic clock; 0 before the first.
         finished: the worker's last word, None before it.
     """
 
@@ -37,6 +38,7 @@ class Generation:
         self._abort_error: Glm53Error | None = None
         self._began = time.monotonic()
         self.first_token_s: float | None = None
+        self.last_token_at = 0.0
         self.finished: pb.Finished | None = None
 
     @property
@@ -69,8 +71,10 @@ class Generation:
                 event = await self._first
                 self._first = None
         kind = event.WhichOneof("event")
-        if kind == "tokens" and self.first_token_s is None:
-            self.first_token_s = self.age_s
+        if kind == "tokens":
+            self.last_token_at = time.monotonic()
+            if self.first_token_s is None:
+                self.first_token_s = self.last_token_at - self._began
         elif kind == "finished":
             self.finished = event.finished
         return event

@@ -8,41 +8,45 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from services.common.errors import Glm53Error, UnknownModel
+from services.common.errors import Glm53Error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat, completions
+from services.gateway.accept import Ready, check_model, read_body, ready_for, services_of
 from services.gateway.access.keys import ApiKey
-from services.gateway.body import read_json_object
-from services.gateway.errors import ModelNotAllowed
+from services.gateway.idempotency import once
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.refusals import refuse_unsupported
 from services.gateway.run import respond
 from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse
-from services.gateway.services import Services
-from services.gateway.worker_client import Language
 
 router = APIRouter()
-
-
-def services_of(request: Request) -> Services:
-    """The objects that the app was made with."""
-    return request.app.state.services  # type: ignore[no-any-return]
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """An answer to a conversation."""
-    services, body, info, language = await _accept(request, ChatRequest)
-    job = await chat.prepare(body, info, language, services.settings, request.state.request_id)
-    return await respond(request, services, job, stream=bool(body.stream))
+    raw = await read_body(request)
+
+    async def answer() -> Response:
+        body, ready = await _accepted(request, ChatRequest, raw)
+        services = services_of(request)
+        job = await chat.prepare(body, ready.info, ready.language, services.settings, request.state.request_id)
+        return await respond(request, services, job, stream=bool(body.stream))
+
+    return await once(request, raw, answer)
 
 
 @router.post("/v1/completions")
 async def text_completions(request: Request) -> Response:
     """A continuation of a text."""
-    services, body, info, language = await _accept(request, CompletionRequest)
-    job = await completions.prepare(body, info, language, request.state.request_id)
-    return await respond(request, services, job, stream=bool(body.stream))
+    raw = await read_body(request)
+
+    async def answer() -> Response:
+        body, ready = await _accepted(request, CompletionRequest, raw)
+        job = await completions.prepare(body, ready.info, ready.language, request.state.request_id)
+        return await respond(request, services_of(request), job, stream=bool(body.stream))
+
+    return await once(request, raw, answer)
 
 
 @router.get("/v1/models")
@@ -57,7 +61,7 @@ async def list_models(request: Request) -> Response:
 async def get_model(request: Request, name: str) -> Response:
     """One model."""
     info = await services_of(request).watch.named()
-    _check_model(name, info)
+    check_model(name, info)
     return JSONResponse(_model_json(info))
 
 
@@ -109,32 +113,11 @@ async def metrics(request: Request) -> Response:
     return Response(services.metrics.text() + engine, media_type=CONTENT_TYPE)
 
 
-async def _accept(request: Request, schema: type[RequestT]) -> tuple[Services, RequestT, pb.InfoResponse, Language]:
-    """Reads and checks a request as far as that needs no prompt."""
-    services = services_of(request)
-    services.traffic.check_open()
-    body = parse(schema, await read_json_object(request, services.settings.max_body_bytes))
+async def _accepted(request: Request, schema: type[RequestT], raw: dict[str, Any]) -> tuple[RequestT, Ready]:
+    """Checks a request as far as that needs no prompt."""
+    body = parse(schema, raw)
     refuse_unsupported(body)
-    info, language = await services.watch.ready()
-    _check_model(body.model, info)
-    check_key(request, info)
-    return services, body, info, language
-
-
-def check_key(request: Request, info: pb.InfoResponse) -> None:
-    """Refuses a key that may not use the served model, before its prompt is read.
-
-    Raises:
-        ModelNotAllowed: names both.
-    """
-    key: ApiKey = request.state.key
-    if not key.may_use(info.model_name):
-        raise ModelNotAllowed(f"The key {key.id!r} may not use the model {info.model_name!r}.", param="model")
-
-
-def _check_model(name: str, info: pb.InfoResponse) -> None:
-    if name != info.model_name:
-        raise UnknownModel(f"The model {name[:200]!r} does not exist; this server serves {info.model_name!r}.", param="model")
+    return body, await ready_for(request, body.model)
 
 
 def _model_json(info: pb.InfoResponse) -> dict[str, Any]:

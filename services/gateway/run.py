@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -22,12 +22,20 @@ _VERDICT_S = 1.0
 _DEFAULT_AT_ONCE = 8
 
 
-async def respond(request: Request, services: Services, job: Job, *, stream: bool) -> Response:
-    """Runs a job; it ends with its client."""
+async def respond(
+    request: Request, services: Services, job: Job, *, stream: bool, finishing: Callable[[], Awaitable[None]] | None = None
+) -> Response:
+    """Runs a job; it ends with its client.
+
+    Args:
+        finishing: awaited when the answer is whole, before the client gets its end.
+    """
     choices = open_choices(services, job)
     ended = _Ended(services, choices, job.answer, stream)
     if not stream:
         await _complete(request, choices, job.answer, ended)
+        if finishing is not None:
+            await finishing()
         return JSONResponse(job.answer.response())
     try:
         await until_disconnect(request.receive, choices.verdict(_VERDICT_S))
@@ -35,7 +43,7 @@ async def respond(request: Request, services: Services, job: Job, *, stream: boo
         await choices.close()
         ended(error if isinstance(error, Glm53Error) else None)
         raise
-    return EventStreamResponse(StreamPlan(choices, job.answer, services.settings.keepalive_s, ended))
+    return EventStreamResponse(StreamPlan(choices, job.answer, services.settings.keepalive_s, ended, finishing))
 
 
 async def complete(request: Request, services: Services, job: Job) -> Answer:

@@ -6,7 +6,9 @@ of other servers expect; fields that would change the answer and cannot be honou
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, field_validator
@@ -169,6 +171,7 @@ class CompletionRequest(SamplingFields):
 
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
+BodyT = TypeVar("BodyT", bound=Body)
 
 # Errors at or below these fields are reported under the path of the part at fault, the others under the field's own name.
 _NESTED = ("tools", "messages")
@@ -176,7 +179,18 @@ _NESTED = ("tools", "messages")
 _WRONG_TYPE = ("int_type", "float_type", "string_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type")
 
 
-def parse(schema: type[RequestT], body: dict[str, Any]) -> RequestT:
+@contextlib.contextmanager
+def renaming(params: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside name the fields as the client knows them: `params` maps our names to theirs."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param is not None:
+            error.param = params.get(error.param, error.param)
+        raise
+
+
+def parse(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
     """Checks a body.
 
     Raises:

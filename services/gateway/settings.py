@@ -79,6 +79,13 @@ class GatewaySettings(ServiceSettings):
         validation_alias="GLM53_REASONING_FIELDS",
         description="Under which name chat answers show reasoning: reasoning_content, reasoning (newer vLLM, OpenRouter) or both.",
     )
+    response_ttl_s: float = Field(
+        86_400.0,
+        validation_alias="GLM53_RESPONSE_TTL_S",
+        gt=0,
+        le=365 * 86_400,
+        description="How long /v1/responses keeps a response, in seconds; the oldest leave earlier when memory is short.",
+    )
     api_keys_file: str = Field(
         "",
         validation_alias="GLM53_API_KEYS_FILE",

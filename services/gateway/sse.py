@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -37,12 +37,14 @@ class StreamPlan:
         answer: turns them into chunks, and says how they are written.
         keepalive_s: longest silence.
         closed: called once at the end, with the error that ended the stream, if any.
+        finishing: awaited when the answer is whole, before the client hears its end.
     """
 
     choices: Choices
     answer: Answer
     keepalive_s: float
     closed: Callable[[Glm53Error | None], None]
+    finishing: Callable[[], Awaitable[None]] | None = None
 
 
 class EventStreamResponse(Response):
@@ -109,6 +111,8 @@ class EventStreamResponse(Response):
             elif kind == "finished":
                 chunks = answer.finish(index, event.finished)
                 left -= 1
+                if left == 0 and self._plan.finishing is not None:
+                    await self._plan.finishing()
             elif kind == "prefill" and event.prefill.prompt_tokens:
                 chunks = answer.prompt(index, event.prefill.prompt_tokens)
             else:

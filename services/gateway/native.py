@@ -1,0 +1,230 @@
+"""SGLang-shaped endpoints, and what vLLM calls by the same names: generate, tokenize, information, a real probe."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from services.common.errors import InvalidRequest, NotReady, UnsupportedParameter
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway import completions
+from services.gateway.accept import Ready, read_body, ready_for, services_of
+from services.gateway.chat import render
+from services.gateway.completion_answer import CompletionAnswer
+from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
+from services.gateway.idempotency import once
+from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from services.gateway.refusals import refuse_unsupported
+from services.gateway.run import complete, respond
+from services.gateway.schemas import ChatRequest, CompletionRequest, parse, renaming
+from services.gateway.services import Job
+
+router = APIRouter()
+
+_UNSUPPORTED = (
+    "image_data",
+    "video_data",
+    "audio_data",
+    "input_embeds",
+    "lora_path",
+    "session_params",
+    "token_ids_logprob",
+    "return_hidden_states",
+)
+# Names of sampling_params → those of /v1/completions.
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "sampling_seed": "seed",
+}
+# A server that gave a token so lately needs no probe.
+_RECENT_S = 10.0
+_PROBE_TIMEOUT_S = 20.0
+
+
+@router.post("/generate")
+async def generate(request: Request) -> Response:
+    """A continuation of a text or of token ids; with `stream` each event has the whole text so far."""
+    raw = await read_body(request)
+
+    async def answer() -> Response:
+        body = parse(GenerateBody, raw)
+        _refuse(body)
+        ready = await ready_for(request, None)
+        job = await _generate_job(body, ready, request.state.request_id)
+        return await respond(request, services_of(request), job, stream=bool(body.stream))
+
+    return await once(request, raw, answer)
+
+
+@router.post("/tokenize")
+@router.post("/v1/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text or of a rendered conversation."""
+    raw = await read_body(request)
+    body = parse(TokenizeBody, raw)
+    ready = await ready_for(request, body.model)
+    tokenizer = ready.language.tokenizer
+    tokens: list[Any]
+    count: int | list[int]
+    if body.messages is not None:
+        chat = parse(ChatRequest, {"model": ready.info.model_name, **{k: v for k, v in raw.items() if k != "add_special_tokens"}})
+        refuse_unsupported(chat)
+        prompt = await render(chat, ready.language, services_of(request).settings)
+        tokens, count = prompt.token_ids, len(prompt.token_ids)
+    else:
+        add = body.add_special_tokens is not False
+        texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
+        found = [await asyncio.to_thread(tokenizer.encode_raw, text, add_special_tokens=add) for text in texts]
+        single = isinstance(body.prompt, str)
+        tokens, count = (found[0], len(found[0])) if single else (found, [len(ids) for ids in found])
+    return JSONResponse({"tokens": tokens, "count": count, "max_model_len": ready.info.max_context})
+
+
+@router.post("/detokenize")
+@router.post("/v1/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, under SGLang's name and under vLLM's."""
+    body = parse(DetokenizeBody, await read_body(request))
+    ready = await ready_for(request, body.model)
+    several = bool(body.tokens) and isinstance(body.tokens[0], list)
+    lists: list[Any] = body.tokens if several else [body.tokens]
+    hidden = ready.language.tokenizer.special_ids if body.skip_special_tokens else frozenset[int]()
+    texts = []
+    for ids in lists:
+        for token_id in ids:
+            if token_id >= ready.info.vocab_size:
+                raise InvalidRequest(f"tokens has the id {token_id}; this model's ids are below {ready.info.vocab_size}.", param="tokens")
+        shown = [token_id for token_id in ids if token_id not in hidden]
+        texts.append(await asyncio.to_thread(ready.language.tokenizer.decode, shown))
+    text = texts if several else texts[0]
+    return JSONResponse({"text": text, "prompt": text})
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: Request) -> Response:
+    """What is served."""
+    info = await services_of(request).watch.named()
+    return JSONResponse(
+        {
+            "model_path": info.model_name,
+            "tokenizer_path": info.model_name,
+            "is_generation": True,
+            "preferred_sampling_params": {"temperature": info.default_temperature, "top_p": info.default_top_p},
+            "weight_version": info.checkpoint_hash[:12],
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": "glm5_next",
+            "architectures": [info.architecture],
+        }
+    )
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(request: Request) -> Response:
+    """Settings without secrets, and the worker's facts."""
+    services = services_of(request)
+    info = await services.watch.known()
+    return JSONResponse(
+        {
+            "version": info.version,
+            "served_model_name": info.model_name,
+            "architecture": info.architecture,
+            "max_total_num_tokens": info.max_context,
+            "context_length": info.max_context,
+            "max_running_requests": info.max_streams,
+            "max_queued_requests": info.max_queued,
+            "mode": pb.Mode.Name(info.mode).removeprefix("MODE_").lower().replace("_", "-"),
+            "mode_reason": info.mode_reason,
+            "device": info.device,
+            "device_reason": info.device_reason,
+            "kernel_variant": info.kernel_variant,
+            "supports_grammar": info.supports_grammar,
+            "gateway": {name: value for name, value, _source in services.settings.describe()},
+            "internal_states": [{"in_flight": services.traffic.in_flight, "worker": services.watch.state}],
+        }
+    )
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 when the model has just given a token, or gives one now."""
+    services = services_of(request)
+    services.traffic.check_open()
+    info, language = await services.watch.ready()
+    if services.traffic.silent_s > _RECENT_S:
+        probe = pb.GenerateRequest(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_token_ids=language.tokenizer.encode_raw("a")[:4] or [0],
+            sampling=pb.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=-1),
+            priority=pb.PRIORITY_HIGH,
+            queue_timeout_ms=int(_PROBE_TIMEOUT_S * 1000),
+        )
+        answer = GenerateAnswer([probe.request_id], [len(probe.prompt_token_ids)], GenerateOptions())
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                await complete(request, services, Job([probe], answer))
+        except TimeoutError:
+            raise NotReady(f"The model gave no token within {_PROBE_TIMEOUT_S:.0f} s.", retry_after_s=5.0) from None
+    return JSONResponse({"status": "ok", "model": info.model_name})
+
+
+def _refuse(body: GenerateBody) -> None:
+    for name in _UNSUPPORTED:
+        if (body.model_extra or {}).get(name) not in (None, False, []):
+            raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    for name in ("structural_tag", "custom_params", "stop_regex"):
+        if ((body.sampling_params.model_extra if body.sampling_params else None) or {}).get(name) is not None:
+            raise UnsupportedParameter(f"sampling_params.{name} is not supported by this server; leave it out.", param="sampling_params")
+
+
+async def _generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job:
+    """The same jobs as /v1/completions, with SGLang's answer."""
+    sampling = body.sampling_params or NativeSampling()
+    fields = {_NAMES.get(name, name): value for name, value in sampling.model_dump(exclude_none=True).items()}
+    first = -1 if body.logprob_start_len is None else body.logprob_start_len
+    scored = bool(body.return_logprob) and first >= 0
+    if sampling.max_new_tokens == 0 and not scored:
+        raise InvalidRequest("max_new_tokens 0 needs return_logprob and logprob_start_len 0 or more.", param="sampling_params")
+    names = dict.fromkeys(fields, "sampling_params") | {
+        "prompt": "input_ids" if body.text is None else "text",
+        "logprobs": "top_logprobs_num",
+    }
+    with renaming(names):
+        request = parse(
+            CompletionRequest,
+            {
+                **fields,
+                "model": ready.info.model_name,
+                "prompt": body.input_ids if body.text is None else body.text,
+                "logprobs": (body.top_logprobs_num or 0) if body.return_logprob else None,
+                "echo": scored,
+                "priority": body.priority,
+            },
+        )
+        job = await completions.prepare(request, ready.info, ready.language, request_id)
+    assert isinstance(job.answer, CompletionAnswer)
+    lengths = job.answer.prompt_lengths
+    options = GenerateOptions(
+        frozenset() if sampling.skip_special_tokens is False else ready.language.tokenizer.special_ids,
+        bool(body.return_logprob),
+        body.top_logprobs_num or 0,
+        first,
+        bool(body.return_text_in_logprobs),
+        alone=len(lengths) == 1 and not _is_batch(body),
+    )
+    own = body.rid or request_id
+    ids = [own if len(lengths) == 1 else f"{own}-{index}" for index in range(len(lengths))]
+    params = dict(job.params) | {"max_tokens": "sampling_params", "grammar": "sampling_params"}
+    return Job(job.requests, GenerateAnswer(ids, lengths, options), params)
+
+
+def _is_batch(body: GenerateBody) -> bool:
+    return isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))

@@ -1,0 +1,81 @@
+"""Bodies of the SGLang-shaped endpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from services.gateway.formats import Body
+from services.gateway.schemas import TokenId
+
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class NativeSampling(Body):
+    """`sampling_params` of /generate; ranges are those of /v1/completions."""
+
+    max_new_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 128
+    min_new_tokens: Any = None
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    ignore_eos: Any = None
+    skip_special_tokens: Any = None
+    no_stop_trim: Any = None
+    sampling_seed: Any = None
+    logit_bias: Any = None
+    n: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+
+
+class GenerateBody(Body):
+    """POST /generate."""
+
+    text: str | list[str] | None = None
+    input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
+    sampling_params: NativeSampling | None = None
+    rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("exactly one of text and input_ids is needed")
+        return self
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation as for /v1/chat/completions."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of prompt and messages is needed")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId] | list[list[TokenId]]
+    skip_special_tokens: bool | None = None
