@@ -45,8 +45,9 @@ class ExpertWorker:
         """Returns when a signal asked for it and the running job is finished.
 
         Raises PeerError when a worker's segments stay unusable for MISMATCH_PATIENCE_S (the text has both values), ConfigError when
-        this host lacks the chosen kernel.
+        this host lacks the chosen kernel or CPUs.
         """
+        check_cpus(self._settings.cpus)
         while (server := self._attach()) is not None:
             try:
                 stopped = self._serve(server)
@@ -114,6 +115,19 @@ class ExpertWorker:
         if reason != self._last_reason:
             self._last_reason = reason
             log.info("waiting for a gpu_worker: %s", reason)
+
+
+def check_cpus(cpus: list[int]) -> None:
+    """Refuses CPUs that this process may not run on: pinning to them would fail, or silently do nothing.
+
+    Raises:
+        ConfigError: names them and what may be used.
+    """
+    usable = os.sched_getaffinity(0)
+    if missing := sorted(set(cpus) - usable):
+        raise ConfigError(
+            f"GLM53_CT_CPUS names CPUs {missing} that this process may not use; usable are {sorted(usable)}", param="GLM53_CT_CPUS"
+        )
 
 
 def resolve_threads(settings: CpuExpertSettings, record_bytes: int) -> tuple[int, str]:

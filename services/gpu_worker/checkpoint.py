@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kernels.python import exl3
 from services.common.errors import CheckpointError
 from services.gpu_worker.model_config import TextConfig
-from services.gpu_worker.safetensors_files import SafetensorsDirectory
+from services.gpu_worker.safetensors_files import SafetensorsDirectory, check_finite
 
 TEXT_PREFIX = "model.language_model."
 MAX_K = 8
@@ -82,11 +82,17 @@ class Checkpoint:
         entry = self.exl3_entry(key, inputs, outputs)
         dense = exl3.dequantize(
             self.files.array(key + ".trellis").view(np.uint16),
-            self.files.array(key + ".suh"),
-            self.files.array(key + ".svh"),
+            self._scales(key + ".suh"),
+            self._scales(key + ".svh"),
             exl3.Codebook(entry.codebook),
         )
         return np.ascontiguousarray(dense[:inputs, :outputs])
+
+    def _scales(self, name: str) -> NDArray[np.float16]:
+        """A scale vector; CheckpointError when a value is not finite."""
+        scales: NDArray[np.float16] = self.files.array(name)
+        check_finite(self.files.entry(name), scales)
+        return scales
 
     def exl3_entry(self, key: str, inputs: int, outputs: int) -> Exl3Entry:
         """Checks one EXL3 linear's tensors.
@@ -173,5 +179,6 @@ class Checkpoint:
         """(part name, bytes) of one expert: ``gate_trellis``, ``gate_suh``, ``gate_svh``, then up, then down."""
         for projection in PROJECTIONS:
             key = self.expert_key(layer, expert, projection)
-            for part in ("trellis", "suh", "svh"):
-                yield f"{projection}_{part}", self.files.raw(f"{key}.{part}")
+            yield f"{projection}_trellis", self.files.raw(key + ".trellis")
+            for part in ("suh", "svh"):
+                yield f"{projection}_{part}", self._scales(f"{key}.{part}").view(np.uint8)

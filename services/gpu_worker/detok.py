@@ -49,20 +49,28 @@ class TokenTable:
             raise CheckpointError(f"{path} does not exist") from None
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+        try:
+            return cls._of(document, path, vocab_size)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} does not have the structure of a tokenizer.json: {type(error).__name__}: {error}") from None
+
+    @classmethod
+    def _of(cls, document: dict[str, Any], path: pathlib.Path, vocab_size: int) -> Self:
         model = document.get("model") or {}
         if model.get("type") != "BPE" or "ByteLevel" not in json.dumps(document.get("decoder")):
             raise CheckpointError(f"{path} is not a byte-level BPE tokenizer: its tokens have no exact bytes")
         table = _byte_of_char()
         pieces = [b""] * vocab_size
         added = {int(token["id"]): str(token["content"]) for token in document.get("added_tokens", [])}
-        try:
-            for text, token_id in model["vocab"].items():
-                if token_id not in added:
-                    pieces[token_id] = bytes(table[char] for char in text)
-            for token_id, text in added.items():
-                pieces[token_id] = text.encode()
-        except IndexError:
-            raise CheckpointError(f"{path} has token ids beyond the model's vocabulary of {vocab_size}") from None
-        except KeyError as error:
-            raise CheckpointError(f"{path} has a token with a character {error} that stands for no byte") from None
+        ids = [*added, *model["vocab"].values()]
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise CheckpointError(f"{path} has token ids beyond the model's vocabulary of {vocab_size}")
+        for text, token_id in model["vocab"].items():
+            if token_id in added:
+                continue
+            if (strange := set(text) - table.keys()) != set():
+                raise CheckpointError(f"{path} has a token with a character {min(strange)!r} that stands for no byte")
+            pieces[token_id] = bytes(table[char] for char in text)
+        for token_id, text in added.items():
+            pieces[token_id] = text.encode()
         return cls(pieces, frozenset(added))

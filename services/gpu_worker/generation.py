@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common.errors import EngineFailed
 from services.gpu_worker import sampling
 from services.gpu_worker.backends.base import Logits
 from services.gpu_worker.detok import TokenTable
@@ -80,7 +82,11 @@ class Generation:
 
         Raises:
             InvalidRequest: the request's grammar asks for more than its limits allow.
+            EngineFailed: the logits are not finite. Sampling would still give a token, and the answer would be noise.
         """
+        # The largest of a row with a NaN is NaN.
+        if not math.isfinite(row.max()):
+            raise EngineFailed("the model's output is not finite: weights or memory are damaged (VerifyTiers tells which)")
         token_id = self._sampler.choose(row)
         self._request.num_generated += 1
         self._request.next_token = token_id

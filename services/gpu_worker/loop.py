@@ -309,7 +309,9 @@ class EngineLoop:
         try:
             events, ending = self._generations[request.spec.request_id].advance(row[0])
         except Glm53Error as error:
-            # Only a grammar that outgrows its limits: the request's fault, and nobody else's.
+            # A grammar that outgrows its limits, or logits that are no numbers: it ends this request, and nobody else's.
+            if isinstance(error, EngineFailed):
+                log.error("%s", error.message, extra={"request_id": request.spec.request_id})
             self._fail(request, error)
             return
         except Exception as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -82,12 +84,14 @@ class TextConfig:
     @classmethod
     def from_document(cls, document: dict[str, Any], where: str) -> Self:
         """The same from a parsed config.json; `where` names it in errors."""
+        if not isinstance(document, dict) or not isinstance(document.get("text_config", {}), dict):
+            raise CheckpointError(f"{where}: the document and its text_config must be JSON objects")
         if document.get("architectures") != [ARCHITECTURE]:
             raise CheckpointError(f"{where}: architectures is {document.get('architectures')}, need [{ARCHITECTURE!r}]")
         text: dict[str, Any] = document.get("text_config") or {}
         linear: dict[str, Any] = text.get("linear_attn_config") or {}
-        if not linear:
-            raise CheckpointError(f"{where}: text_config.linear_attn_config is missing")
+        if not linear or not isinstance(linear, dict):
+            raise CheckpointError(f"{where}: text_config.linear_attn_config is missing or no JSON object")
         values = dict(text)
         values["linear_head_dim"] = linear.get("head_dim")
         values["linear_num_heads"] = linear.get("num_heads")
@@ -96,6 +100,7 @@ class TextConfig:
         values["linear_lower_bound"] = linear.get("gate_lower_bound")
         eos = document.get("eos_token_id", text.get("eos_token_id"))
         values["eos_token_ids"] = [eos] if isinstance(eos, int) else eos
+        _check_types(values, where)
         _fill_layer_types(values)
         wanted = {name: values.get(name) for name in cls.__dataclass_fields__}
         for name, value in wanted.items():
@@ -106,6 +111,35 @@ class TextConfig:
         config = cls(**wanted)  # type: ignore[arg-type]
         _check(config, text, where)
         return config
+
+
+def _is_whole(value: Any) -> bool:
+    # JSON's true is no number, although Python counts it as one.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+# A field's annotation → what config.json has to have there, in words and as a check.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is_whole),
+    "float": ("a number", _is_number),
+    "float | None": ("a number", _is_number),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("a list of names", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value)),
+    "tuple[int, ...]": ("a token id or a list of them", lambda value: isinstance(value, list) and all(map(_is_whole, value))),
+}
+
+
+def _check_types(values: dict[str, Any], where: str) -> None:
+    """Refuses a field of another JSON type, before anything is computed with it."""
+    for name, field in TextConfig.__dataclass_fields__.items():
+        value = values.get(name)
+        wanted, fits = _KINDS[str(field.type)]
+        if value is not None and not fits(value):
+            raise CheckpointError(f"{where}: text_config.{name} is {str(value)[:60]!r}, need {wanted}")
 
 
 def _fill_layer_types(values: dict[str, Any]) -> None:

@@ -115,13 +115,13 @@ class SafetensorsDirectory:
         """A float tensor of any stored precision as a new fp32 array.
 
         Raises:
-            CheckpointError: missing, of another shape, or not a float tensor.
+            CheckpointError: missing, of another shape, not a float tensor, or with a value that is no finite number.
         """
         entry = self.expect(name, shape, ("F32", "F16", "BF16"))
         stored = self.array(name)
-        if entry.dtype == "BF16":
-            return (stored.astype(np.uint32) << 16).view(np.float32)
-        return stored.astype(np.float32)
+        values = (stored.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "BF16" else stored.astype(np.float32)
+        check_finite(entry, values)
+        return values
 
     def expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> TensorEntry:
         """The entry, if it has this shape and one of these dtypes; CheckpointError otherwise."""
@@ -131,6 +131,17 @@ class SafetensorsDirectory:
         if entry.dtype not in dtypes:
             raise CheckpointError(f"tensor {name} in {entry.file} has dtype {entry.dtype}, need {' or '.join(dtypes)}")
         return entry
+
+
+def check_finite(entry: TensorEntry, values: NDArray[Any]) -> None:
+    """Refuses NaN and infinities: one of them turns every answer into noise without any other sign.
+
+    Raises:
+        CheckpointError: names tensor and file.
+    """
+    # The extremes of an array with a NaN are NaN; two numbers are cheaper than a mask as large as the tensor.
+    if values.size and not (np.isfinite(values.min()) and np.isfinite(values.max())):
+        raise CheckpointError(f"tensor {entry.name} in {entry.file} has values that are no finite numbers: the file is damaged")
 
 
 def _read_header(file: pathlib.Path) -> tuple[dict[str, Any], int]:

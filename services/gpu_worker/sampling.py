@@ -18,6 +18,8 @@ from services.gpu_worker.request import RankedToken, SamplingParams, ThinkingBud
 Row = NDArray[np.float32]
 # How many of the most likely tokens are looked at before the whole vocabulary is sorted for top-p.
 _FIRST_CANDIDATES = 64
+# Below this every temperature is the same: the best token. Dividing fp32 logits by it still gives finite numbers.
+_COLDEST = 1e-30
 
 
 def log_softmax(row: Row) -> NDArray[np.float64]:
@@ -134,8 +136,9 @@ class Sampler:
     def _draw(self, scores: Row) -> int:
         params = self._params
         uniform = self._random.random()
-        scaled = scores.astype(np.float64) / params.temperature
-        weights = np.exp(scaled - scaled.max())
+        # The largest becomes 0 before the division: a tiny temperature would make it infinite.
+        shifted = scores.astype(np.float64) - float(scores.max())
+        weights = np.exp(shifted / max(params.temperature, _COLDEST))
         if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
             return _inverse(np.cumsum(weights), uniform)
         order = self._candidates(weights)

@@ -8,6 +8,9 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any, Self
 
+import jinja2
+import jinja2.ext
+
 from services.common.errors import CheckpointError
 
 
@@ -39,15 +42,16 @@ class TokenizerFiles:
         template = _read(model_dir / "chat_template.jinja", optional=True) or config.get("chat_template")
         if not isinstance(template, str):
             raise CheckpointError(f"{model_dir} has no chat template: need chat_template.jinja")
+        _check_template(template, model_dir / "chat_template.jinja")
         greedy = generation.get("do_sample") is False
         return cls(
             _read(model_dir / "tokenizer.json").encode(),
             config_text,
             template,
             generation_text,
-            default_temperature=0.0 if greedy else float(generation.get("temperature", 1.0)),
-            default_top_p=float(generation.get("top_p", 1.0)),
-            default_top_k=int(generation.get("top_k", 0)),
+            default_temperature=0.0 if greedy else _number(generation, "temperature", 1.0, 0, 100, model_dir),
+            default_top_p=_number(generation, "top_p", 1.0, 1e-6, 1, model_dir),
+            default_top_k=int(_number(generation, "top_k", 0, -1, 2**31 - 1, model_dir)),
         )
 
     @property
@@ -62,6 +66,25 @@ class TokenizerFiles:
         ):
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()
+
+
+def _check_template(text: str, path: pathlib.Path) -> None:
+    """Compiles the template, which gateways do too: a checkpoint that no gateway can use is refused at start, not at the first request."""
+    try:
+        jinja2.Environment(autoescape=False, extensions=[jinja2.ext.loopcontrols]).from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{path} line {error.lineno}: {error.message}") from None
+
+
+def _number(document: dict[str, Any], name: str, default: float, low: float, high: float, model_dir: pathlib.Path) -> float:
+    value = document.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise CheckpointError(
+            f"{model_dir / 'generation_config.json'}: {name} is {str(value)[:60]!r}, need a number from {low:g} to {high:g}"
+        )
+    return value
 
 
 def _read(path: pathlib.Path, *, optional: bool = False) -> str:

@@ -15,7 +15,7 @@ from services.common.errors import ConfigError, PeerError
 from services.common.lifecycle import ExitCode
 from services.cpu_expert import worker
 from services.cpu_expert.settings import CpuExpertSettings, parse_cpus
-from services.cpu_expert.worker import ExpertWorker, resolve_threads
+from services.cpu_expert.worker import ExpertWorker, check_cpus, resolve_threads
 from tests.shm.test_region import patch
 from tests.tier.harness import Stage, cpu_expert
 
@@ -80,6 +80,18 @@ def test_a_bad_setting_ends_with_the_config_code(env: dict[str, str], words: str
     result = run_service(env)
     assert result.returncode == ExitCode.CONFIG
     assert words in result.stderr
+
+
+def test_cpus_that_may_not_be_used_are_refused_before_anything_is_attached(tmp_path: pathlib.Path) -> None:
+    """GLM53_CT_CPUS with a CPU that the machine or the container lacks ends with the settings' code and names the CPU."""
+    usable = sorted(os.sched_getaffinity(0))
+    check_cpus(usable)
+    with pytest.raises(ConfigError, match=r"\[1023\]") as caught:
+        check_cpus([usable[0], 1023])
+    assert caught.value.param == "GLM53_CT_CPUS"
+    done = run_service({"GLM53_CT_CPUS": "1023", "GLM53_SHM_DIR": str(tmp_path)})
+    assert done.returncode == ExitCode.CONFIG
+    assert "GLM53_CT_CPUS names CPUs [1023]" in done.stderr
 
 
 def test_a_kernel_that_the_host_lacks_is_a_config_error(made: Stage) -> None:

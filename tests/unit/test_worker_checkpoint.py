@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from services.common.errors import CheckpointError, ConfigError
 from services.gpu_worker.backends import cpu, cpu_arena, cpu_weights
 from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.model_config import TextConfig
 from services.gpu_worker.settings import GpuWorkerSettings
+from services.gpu_worker.tokenizer_files import TokenizerFiles
 from tests.support import random_checkpoint
 from tests.support.random_checkpoint import TEXT, Recipe, Stored
 
@@ -48,7 +51,9 @@ def load_everything(directory: pathlib.Path) -> None:
     """What a worker reads."""
     checkpoint = Checkpoint(directory)
     for layer in checkpoint.config.moe_layers:
-        cpu_arena.expert_shape(checkpoint, layer)
+        shape = cpu_arena.expert_shape(checkpoint, layer)
+        for expert in range(checkpoint.config.n_routed_experts):
+            cpu_arena.fill_record(checkpoint, layer, expert, shape, np.empty(shape.record_bytes, np.uint8))
     cpu_weights.load(checkpoint, lambda _fraction, _what: None)
 
 
@@ -189,6 +194,33 @@ def test_one_tensor_in_two_files_is_refused(write: Callable[..., pathlib.Path], 
         Checkpoint(directory)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name",
+    [
+        TEXT + "norm.weight",
+        TEXT + "embed_tokens.weight",
+        TEXT + "layers.1.mlp.gate.weight",
+        TEXT + "layers.0.mlp.down_proj.svh",
+        EXPERT + ".suh",
+        EXPERT + ".svh",
+    ],
+)
+def test_values_that_are_no_finite_numbers_are_named(write: Callable[..., pathlib.Path], tensors: Tensors, name: str, value: float) -> None:
+    """One NaN or infinity would turn every answer into noise: it is refused with tensor and file, for experts and other weights."""
+    stored = tensors[name]
+    data = stored.data.copy()
+    if stored.dtype == "BF16":
+        data.reshape(-1)[3] = np.array(value, np.float32).view(np.uint32) >> 16
+    else:
+        data.reshape(-1)[3] = value
+    directory = write({name: Stored(stored.dtype, data)})
+    with pytest.raises(CheckpointError, match="no finite numbers") as caught:
+        load_everything(directory)
+    assert name in caught.value.message
+    assert FILE in caught.value.message
+
+
 def test_the_hash_tells_contents_apart(write: Callable[..., pathlib.Path], tensors: Tensors) -> None:
     """Equal checkpoints have equal hashes; one changed weight of the same layout gives another."""
     first = Checkpoint(write()).hash
@@ -216,6 +248,99 @@ def test_an_unsupported_config_is_named(field: str, value: object, told: str) ->
     document["text_config"][field] = value
     with pytest.raises(CheckpointError, match=told):
         TextConfig.from_document(document, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "need"),
+    [
+        ("hidden_size", "256", "whole number"),
+        ("hidden_size", 256.5, "whole number"),
+        ("num_hidden_layers", True, "whole number"),
+        ("rms_norm_eps", "1e-5", "a number"),
+        ("swiglu_limit", float("nan"), "a number"),
+        ("norm_topk_prob", 1, "true or false"),
+        ("layer_types", "linear_attention", "list of names"),
+        ("mlp_layer_types", ["dense", 3], "list of names"),
+        ("eos_token_id", [1, "2"], "token id"),
+        ("linear_attn_config", [128], "linear_attn_config"),
+    ],
+)
+def test_a_config_field_of_another_type_is_named(field: str, value: object, need: str) -> None:
+    """A field of another JSON type is refused by name, with what it needs."""
+    document = random_checkpoint.config_document(SMALL)
+    document.pop("eos_token_id", None)
+    document["text_config"][field] = value
+    with pytest.raises(CheckpointError, match=need) as caught:
+        TextConfig.from_document(document, "config.json")
+    assert field.removesuffix("_id") in caught.value.message
+
+
+@pytest.mark.parametrize("document", [[], "x", {"text_config": [1]}])
+def test_a_config_that_is_no_object_is_refused(document: Any) -> None:
+    """JSON of another shape is refused in words."""
+    with pytest.raises(CheckpointError, match="JSON objects"):
+        TextConfig.from_document(document, "config.json")
+
+
+BPE = {"model": {"type": "BPE", "vocab": {"a": 0}}, "decoder": {"type": "ByteLevel"}, "added_tokens": []}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [1],
+        "text",
+        {**BPE, "model": [1]},
+        {**BPE, "model": {"type": "BPE"}},
+        {**BPE, "model": {"type": "BPE", "vocab": {"a": "x"}}},
+        {**BPE, "model": {"type": "BPE", "vocab": {"a": -1}}},
+        {**BPE, "model": {"type": "BPE", "vocab": {"a": 10}}},
+        {**BPE, "model": {"type": "BPE", "vocab": {"\u4e00": 1}}},
+        {**BPE, "added_tokens": [{"content": "x"}]},
+        {**BPE, "added_tokens": [{"id": "seven", "content": "x"}]},
+        {**BPE, "added_tokens": [{"id": 10, "content": "x"}]},
+    ],
+)
+def test_a_tokenizer_of_another_structure_is_named(tmp_path: pathlib.Path, document: object) -> None:
+    """A tokenizer.json that does not look like one, or has ids beyond the vocabulary, is refused with the file's name."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError) as caught:
+        TokenTable.from_file(path, 10)
+    assert str(path) in caught.value.message
+    path.write_text(json.dumps(BPE))
+    assert TokenTable.from_file(path, 10).pieces[0] == b"a"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("chat_template.jinja", "line one\n{% for x in %}", "line 2"),
+        ("chat_template.jinja", "{{ x | no_such_filter }}", "no_such_filter"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature is 'hot'"),
+        ("generation_config.json", '{"top_p": 2}', "top_p is '2'"),
+        ("generation_config.json", '{"top_k": true}', "top_k is 'True'"),
+    ],
+)
+def test_a_language_that_no_gateway_could_use_is_refused(tmp_path: pathlib.Path, file: str, text: str, told: str) -> None:
+    """A template that does not compile and sampling defaults out of range are refused at start, with file and reason."""
+    for source in (pathlib.Path("models/tiny/checkpoint")).iterdir():
+        if source.suffix in (".json", ".jinja"):
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+    TokenizerFiles.from_directory(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError, match=told) as caught:
+        TokenizerFiles.from_directory(tmp_path)
+    assert file in caught.value.message
+
+
+def test_a_place_where_heat_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -> None:
+    """GLM53_HEAT_FILE must name a file in a folder that exists; the file itself may be missing."""
+    cpu.check_heat_file("")
+    cpu.check_heat_file(str(tmp_path / "heat"))
+    for name in (tmp_path, tmp_path / "missing" / "heat"):
+        with pytest.raises(ConfigError, match="GLM53_HEAT_FILE"):
+            cpu.check_heat_file(str(name))
 
 
 def test_other_architectures_are_refused() -> None:

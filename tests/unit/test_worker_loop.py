@@ -272,6 +272,32 @@ def test_a_failing_pass_fails_only_its_own_requests() -> None:
     assert not bench.backend.open
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_fail_their_request_alone(value: float, temperature: float) -> None:
+    """Damaged memory must not come out as an answer: the request fails, its neighbour and the next one are served."""
+    bench = Bench(max_streams=2)
+    row = bench.backend._row
+
+    def damaged(token: int) -> np.ndarray:
+        out = row(token)
+        out[7] = value if token == 12 else 0
+        return out
+
+    bench.backend._row = damaged  # type: ignore[method-assign]
+    _, bad = bench.submit("bad", prompt=[10], temperature=temperature, top_k=1)
+    _, good = bench.submit("good", prompt=[30], temperature=temperature, top_k=1)
+    bench.run()
+    assert isinstance(bad.end, Failed)
+    assert isinstance(bad.end.error, errors.EngineFailed)
+    assert bad.ids == [11, 12]
+    assert isinstance(good.end, Finished)
+    assert good.ids == [31, 32, 33, 34, 35]
+    _, later = bench.submit("later", prompt=[20])
+    bench.run()
+    assert isinstance(later.end, Finished)
+
+
 @pytest.mark.parametrize(
     "failures", [[BackendLostError("gone")], [RuntimeError("x")] * MAX_FAILURES_IN_A_ROW], ids=["lost", "again and again"]
 )

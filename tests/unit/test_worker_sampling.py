@@ -110,6 +110,14 @@ def test_seed_decides_the_draw() -> None:
     assert one != [other.choose(r) for r in rows]
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-30, 1e-6])
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 1e-300}])
+def test_a_tiny_temperature_is_greedy(temperature: float, more: dict[str, float]) -> None:
+    """However small the temperature, the best token comes: nothing overflows on the way."""
+    logits = row(8)
+    assert sampler(temperature=temperature, seed=3, **more).choose(logits) == int(logits.argmax())
+
+
 def test_minimum_length_suppresses_end_tokens() -> None:
     """Before min_tokens end tokens cannot come, afterwards they can."""
     logits = np.zeros(VOCAB, np.float32)

@@ -7,6 +7,7 @@ cpu_expert process. Only the device differs from a GPU build.
 from __future__ import annotations
 
 import logging
+import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Literal, cast
 from kernels.python import segments, text_ops
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
-from kernels.python.errors import ShmInUse, ShmNoSpace, TierTimeout
+from kernels.python.errors import KernelError, ShmInUse, ShmNoSpace, TierTimeout
 from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.region import Region
 from kernels.python.tier import TierEngine
@@ -240,6 +241,8 @@ def _arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[Exp
         raise ConfigError(f"{settings.shm_dir} is too small for the expert records: {error}", param="GLM53_SHM_DIR") from error
     except ShmInUse as error:
         raise ConfigError(f"another worker serves instance {settings.instance!r}: {error}", param="GLM53_INSTANCE") from error
+    except (KernelError, OSError) as error:
+        raise ConfigError(f"GLM53_SHM_DIR={settings.shm_dir} cannot hold the expert records: {error}", param="GLM53_SHM_DIR") from error
     if arena.reattached:
         return arena, "re-attached: the records of an earlier worker are still in shared memory"
     try:
@@ -257,7 +260,7 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
     region = None
     if shared:
         region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
-    heat = pathlib.Path(settings.heat_file) if settings.heat_file else None
+    check_heat_file(settings.heat_file)
     try:
         engine = TierEngine(
             arena,
@@ -269,11 +272,27 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
             threads=settings.backend_threads,
             admit_after=settings.ec_admit_after,
             ct_timeout_ms=settings.ct_timeout_ms,
-            heat_file=str(heat) if heat else None,
+            heat_file=settings.heat_file or None,
             ct_a_us=settings.ct_a,
             ct_b_us=settings.ct_b,
             ct_tzc_us=settings.ct_tzc,
         )
     except ValueError as error:
         raise ConfigError(f"the tier engine refuses its settings: {error}", param="GLM53_EC_MAX_SLOTS") from error
+    if note := engine.stats()["heat_note"]:
+        log.warning("the cache starts cold: %s", note)
     return Tiers(engine, arena, region)
+
+
+def check_heat_file(name: str) -> None:
+    """Refuses a place where heat could never be saved; a file that is not there yet is fine.
+
+    Raises:
+        ConfigError: says what is wrong with the place.
+    """
+    if not name:
+        return
+    path = pathlib.Path(name)
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        problem = "a folder" if path.is_dir() else "in a folder that does not exist or cannot be written"
+        raise ConfigError(f"GLM53_HEAT_FILE={name} is {problem}: name a file in a folder of this user", param="GLM53_HEAT_FILE")
