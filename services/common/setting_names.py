@@ -27,10 +27,12 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_MAX_BODY_BYTES",
         "GLM53_MAX_HEADER_BYTES",
         "GLM53_MAX_MESSAGES",
+        "GLM53_REASONING_FIELDS",
         "GLM53_REDIS_TIMEOUT_MS",
         "GLM53_REDIS_URL",
         "GLM53_REPLICAS",
         "GLM53_REQUEST_TIMEOUT_S",
+        "GLM53_RESPONSE_TTL_S",
         "GLM53_THINKING_OFF_POLICY",
         # gpu_worker
         "GLM53_BACKEND_THREADS",
