@@ -11,9 +11,9 @@ from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
 from services.gateway.app import create_app
+from services.gateway.fleet import worker_for
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
-from services.gateway.worker_client import GrpcWorkerClient
 
 log = logging.getLogger("services.gateway")
 
@@ -33,8 +33,8 @@ def main() -> int:
 
 
 async def _serve(settings: GatewaySettings) -> int:
-    worker = GrpcWorkerClient(settings.worker_address, settings.connect_timeout_s)
     try:
+        worker = worker_for(settings)
         server = GatewayServer(create_app(settings, worker), settings)
     except ConfigError as error:
         log.error("%s", error.message)

@@ -101,6 +101,8 @@ class FakeWorker(pb_grpc.WorkerServicer):
     wake: dict[str, asyncio.Event] = field(default_factory=dict)
     tokenizer_calls: list[str] = field(default_factory=list)
     instance_id: str = "one"
+    checkpoint_hash: str = "abcdef0123456789"
+    frozen: bool = False
     chat_template: str = CHAT_TEMPLATE
     address: str = "127.0.0.1:0"
     server: Any = None
@@ -119,13 +121,15 @@ class FakeWorker(pb_grpc.WorkerServicer):
         await self.server.stop(None)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        while self.frozen:
+            await asyncio.sleep(0.01)
         ready = self.state == pb.SERVICE_STATE_READY
         return pb.InfoResponse(
             state=self.state,
             load_progress=1.0 if ready else 0.4,
             load_step="" if ready else "experts",
             model_name="" if self.state == pb.SERVICE_STATE_LOADING else "tiny",
-            checkpoint_hash="abcdef0123456789",
+            checkpoint_hash=self.checkpoint_hash,
             vocab_size=2560,
             max_context=self.max_context,
             mode=pb.MODE_FAST,

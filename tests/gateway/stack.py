@@ -12,6 +12,7 @@ import httpx
 import openai
 
 from services.gateway.app import create_app
+from services.gateway.fleet import worker_for
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.worker_client import GrpcWorkerClient
@@ -44,7 +45,9 @@ class Stack:
         self.http = httpx.Client(base_url=self.url, timeout=20)
 
     async def _make_app(self) -> Any:
-        return create_app(self.settings, GrpcWorkerClient(self.settings.worker_address, self.settings.connect_timeout_s))
+        # A worker that does not listen yet has no port, which no setting may say.
+        alone = GrpcWorkerClient(self.settings.worker_address, self.settings.connect_timeout_s)
+        return create_app(self.settings, worker_for(self.settings) if "," in self.settings.worker_address else alone)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:
         """Runs a coroutine on the stack's loop."""
