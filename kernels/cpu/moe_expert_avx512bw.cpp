@@ -7,6 +7,16 @@ namespace {
 
 struct Traits : glm53::Vectors512 {
   static GLM53_INLINE V multiply_add(V sum, V a, V b) { return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b)); }
+  static GLM53_INLINE void multiply_add_two(V& low, V& high, V a, V b, V x) {
+    V p = _mm512_madd_epi16(a, x);
+    pin(p);
+    V q = _mm512_madd_epi16(b, x);
+    pin(q);
+    low = _mm512_add_epi32(low, p);
+    pin(low);
+    high = _mm512_add_epi32(high, q);
+    pin(high);
+  }
   template <int Shift>
   static GLM53_INLINE V funnel(V upper, V lower) {
     return _mm512_or_si512(_mm512_slli_epi16(upper, Shift), _mm512_srli_epi16(lower, 16 - Shift));

@@ -8,6 +8,12 @@ namespace {
 
 struct Traits : glm53::Vectors512 {
   static GLM53_INLINE V multiply_add(V sum, V a, V b) { return _mm512_dpwssd_epi32(sum, a, b); }
+  static GLM53_INLINE void multiply_add_two(V& low, V& high, V a, V b, V x) {
+    low = multiply_add(low, a, x);
+    pin(low);
+    high = multiply_add(high, b, x);
+    pin(high);
+  }
   template <int Shift>
   static GLM53_INLINE V funnel(V upper, V lower) {
     return _mm512_shldi_epi16(upper, lower, Shift);

@@ -7,6 +7,12 @@ namespace {
 
 struct Traits : glm53::Vectors256 {
   static GLM53_INLINE V multiply_add(V sum, V a, V b) { return _mm256_dpwssd_avx_epi32(sum, a, b); }
+  static GLM53_INLINE void multiply_add_two(V& low, V& high, V a, V b, V x) {
+    low = multiply_add(low, a, x);
+    pin(low);
+    high = multiply_add(high, b, x);
+    pin(high);
+  }
 };
 
 void band(const glm53::BandArgs& args) {

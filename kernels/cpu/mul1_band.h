@@ -38,6 +38,7 @@ using Vec = typename S::V;
 /* Byte sums of one column of tiles of a block, and the block's inputs. One vector of room below the weights: see Pipeline. */
 template <class S>
 struct BlockScratch {
+  int32_t before_x[16];                             /* read for index -1, times zero */
   alignas(64) int32_t x[MOE_MAX_ROWS][kBlockPairs]; /* pairs of inputs, in the order of the states */
   Vec<S> below[2];
   Vec<S> weights[kBlockPairs][2];
@@ -126,13 +127,7 @@ template <class S>
 struct MultiplySink {
   const int32_t* x;
   Vec<S> low, high;
-  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) {
-    const Vec<S> inputs = S::broadcast(x + index);
-    low = S::multiply_add(low, b0, inputs);
-    S::pin(low);
-    high = S::multiply_add(high, b1, inputs);
-    S::pin(high);
-  }
+  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) { S::multiply_add_two(low, high, b0, b1, S::broadcast(x + index)); }
 };
 
 /* Keeps byte sums for several rows. */
@@ -152,23 +147,26 @@ struct Pipeline {
   Vec<S> l0, l1, k0, k1, h0, h1; /* products of the pair before: low halves, carries, high halves */
 };
 
+template <class S>
+struct HashFactors {
+  Vec<S> low, high; /* halves of the multiplier */
+  Vec<S> ones;
+};
+
 /* Pair P is multiplied, pair P + 1 extracted (from the next tile after the last), pair P - 1 leaves as byte sums. */
 template <class S, int K, int P, class Sink>
-GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, Pipeline<S>& q, Sink& sink, int index) {
-  const Vec<S> low_factor = S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu));
-  const Vec<S> high_factor = S::set16(static_cast<int16_t>(kMul1Multiplier >> 16));
-  const Vec<S> ones = S::set8(1);
+GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
   Vec<S> h0 = S::add16(q.h0, q.k0);
   S::pin(h0);
   Vec<S> h1 = S::add16(q.h1, q.k1);
   S::pin(h1);
-  Vec<S> l0 = S::byte_pairs(q.l0, ones);
+  Vec<S> l0 = S::byte_pairs(q.l0, factors.ones);
   S::pin(l0);
-  Vec<S> l1 = S::byte_pairs(q.l1, ones);
+  Vec<S> l1 = S::byte_pairs(q.l1, factors.ones);
   S::pin(l1);
-  Vec<S> e0 = S::mul_low(q.s0, low_factor);
+  Vec<S> e0 = S::mul_low(q.s0, factors.low);
   S::pin(e0);
-  Vec<S> e1 = S::mul_low(q.s1, low_factor);
+  Vec<S> e1 = S::mul_low(q.s1, factors.low);
   S::pin(e1);
   constexpr int kNext = pair_state((P + 1) % kPairsPerTile);
   const Vec<S>* from = P + 1 == kPairsPerTile ? next_r : r;
@@ -176,21 +174,21 @@ GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, Pipeline<S>& q, Si
   Vec<S> n1 = state<S, K, kNext + 4>(from);
   S::pin(n0);
   S::pin(n1);
-  h0 = S::byte_pairs(h0, ones);
+  h0 = S::byte_pairs(h0, factors.ones);
   S::pin(h0);
-  h1 = S::byte_pairs(h1, ones);
+  h1 = S::byte_pairs(h1, factors.ones);
   S::pin(h1);
-  Vec<S> f0 = S::mul_high(q.s0, low_factor);
+  Vec<S> f0 = S::mul_high(q.s0, factors.low);
   S::pin(f0);
-  Vec<S> f1 = S::mul_high(q.s1, low_factor);
+  Vec<S> f1 = S::mul_high(q.s1, factors.low);
   S::pin(f1);
   Vec<S> b0 = S::add16(l0, h0);
   S::pin(b0);
   Vec<S> b1 = S::add16(l1, h1);
   S::pin(b1);
-  Vec<S> g0 = S::mul_low(q.s0, high_factor);
+  Vec<S> g0 = S::mul_low(q.s0, factors.high);
   S::pin(g0);
-  Vec<S> g1 = S::mul_low(q.s1, high_factor);
+  Vec<S> g1 = S::mul_low(q.s1, factors.high);
   S::pin(g1);
   sink.take(index - 1, b0, b1);
   q = {n0, n1, e0, e1, f0, f1, g0, g1};
@@ -200,6 +198,8 @@ GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, Pipeline<S>& q, Si
  * the bytes to prefetch. */
 template <class S, int K, bool Planar, class Sink>
 GLM53_INLINE void run_column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, Sink& sink) {
+  const HashFactors<S> factors = {S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu)),
+                                  S::set16(static_cast<int16_t>(kMul1Multiplier >> 16)), S::set8(1)};
   Vec<S> r[K + 1];
   load_tile<S, K, Planar>(tile, next, r);
   Pipeline<S> q = {};
@@ -212,19 +212,19 @@ GLM53_INLINE void run_column(const uint8_t* tile, size_t stride, size_t next, si
     }
     const int at = kt * kPairsPerTile;
     Vec<S> below[K + 1];
-    step<S, K, 0>(r, below, q, sink, at);
-    step<S, K, 1>(r, below, q, sink, at + 1);
-    step<S, K, 2>(r, below, q, sink, at + 2);
-    step<S, K, 3>(r, below, q, sink, at + 3);
-    step<S, K, 4>(r, below, q, sink, at + 4);
-    step<S, K, 5>(r, below, q, sink, at + 5);
-    step<S, K, 6>(r, below, q, sink, at + 6);
+    step<S, K, 0>(r, below, factors, q, sink, at);
+    step<S, K, 1>(r, below, factors, q, sink, at + 1);
+    step<S, K, 2>(r, below, factors, q, sink, at + 2);
+    step<S, K, 3>(r, below, factors, q, sink, at + 3);
+    step<S, K, 4>(r, below, factors, q, sink, at + 4);
+    step<S, K, 5>(r, below, factors, q, sink, at + 5);
+    step<S, K, 6>(r, below, factors, q, sink, at + 6);
     tile += kt + 1 < kColumnTiles ? stride : 0; /* the last one is loaded again and not used */
     load_tile<S, K, Planar>(tile, next, below);
-    step<S, K, 7>(r, below, q, sink, at + 7);
+    step<S, K, 7>(r, below, factors, q, sink, at + 7);
     for (int m = 0; m <= K; ++m) r[m] = below[m];
   }
-  const Vec<S> ones = S::set8(1);
+  const Vec<S> ones = factors.ones;
   const Vec<S> b0 = S::add16(S::byte_pairs(q.l0, ones), S::byte_pairs(S::add16(q.h0, q.k0), ones));
   const Vec<S> b1 = S::add16(S::byte_pairs(q.l1, ones), S::byte_pairs(S::add16(q.h1, q.k1), ones));
   sink.take(kBlockPairs - 1, b0, b1);
