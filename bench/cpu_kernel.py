@@ -1,0 +1,232 @@
+"""The CPU expert kernel against exllamav3's own, on this machine: `make bench-kernel` or `python -m bench.cpu_kernel`.
+
+Whole experts of GLM-5.3-Flash's shape (4096 x 2048, MUL1, 3 bits), 64 of them in turn, so that the weights come from memory. All
+kernels get the same records (each in the layout it wants), the same inputs, the same CPUs and the same number of threads, and take
+turns call by call, each at another expert, so that noise of the machine hits all of them alike. Every kernel's output is compared with
+fp64. One process for each number of threads.
+Writes docs/results/cpu_kernel_<machine>.json and .svg. The stock kernels are compiled in build/stock (bench/stock_kernels.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bench import kernel_accuracy, kernel_plot, report, stock_kernels
+from bench.cpu_kernel_quick import make_records
+from kernels.python import expert, planar
+from kernels.python.expert import ExpertPool, ExpertShape, ExpertTask
+
+HIDDEN, INTER, BITS = 4096, 2048, 3
+TRELLIS_BYTES = 3 * HIDDEN * INTER * BITS // 8
+DISTINCT = 4  # experts with bytes of their own; the others are copies at other addresses
+STOCK_FOLDER = report.ROOT / "build" / "stock"
+RESULTS = report.ROOT / "docs" / "results"
+CHILD_TIMEOUT_S = 3600
+
+Prepare = Callable[[int, npt.NDArray[np.float16], npt.NDArray[np.float32]], Callable[[], None]]
+
+
+def main() -> None:
+    """Measures every number of threads in a child process and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    cpus = len(os.sched_getaffinity(0))
+    powers = sorted({t for t in (1, 2, 4, 8, 16, 32, 64) if t < cpus} | {cpus})
+    parser.add_argument("--threads", type=int, nargs="*", default=powers)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 2, 4, 8])
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0, help="time for each number of rows, all kernels together")
+    parser.add_argument("--no-stock", action="store_true", help="only our own kernels")
+    parser.add_argument("--json", type=pathlib.Path, help="default: docs/results/cpu_kernel_<machine>.json")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        json.dump(measure(args, args.child), sys.stdout)
+        return
+    started = report.start("bench.cpu_kernel")
+    if not args.no_stock:
+        for version in stock_kernels.VERSIONS:
+            print(f"stock {version}: {stock_kernels.library(version, STOCK_FOLDER)}", flush=True)
+    rows: list[dict[str, Any]] = []
+    for threads in args.threads:
+        command = [sys.executable, "-m", "bench.cpu_kernel", *sys.argv[1:], "--child", str(threads)]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=CHILD_TIMEOUT_S, cwd=report.ROOT)
+        for row in json.loads(done.stdout):
+            rows.append(row)
+            print(
+                " ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()), flush=True
+            )
+    accuracy = kernel_accuracy.errors()
+    target = args.json or RESULTS / f"cpu_kernel_{machine_name(started['machine'])}.json"
+    report.write_result(target, started, rows, {**summary(rows), **accuracy})
+    kernel_plot.write(target.with_suffix(".svg"), rows, f"{started['machine']['cpu']}: one expert, time by number of tokens")
+
+
+def machine_name(machine: dict[str, Any]) -> str:
+    """A file name's part: the CPU and its family and model."""
+    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cpu_family_model']}".lower()).strip("-")
+
+
+def measure(args: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    """All kernels with one number of threads, on the first CPUs of this process's mask."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+    shape = ExpertShape.create(HIDDEN, INTER, BITS, act_limit=10.0)
+    distinct = make_records(shape, min(DISTINCT, args.experts))
+    records = copies(shape, distinct, args.experts)
+    kernels = our_kernels(shape, records, distinct, threads)
+    if not args.no_stock:
+        kernels.update(stock_calls(shape, records, threads))
+    rows: list[dict[str, Any]] = [{"threads": threads, "kernel": "read memory", "gb_s": read_rate(records)}] if threads == 1 else []
+    exact = kernel_accuracy.Exact(shape, distinct[0])
+    for num_rows in args.rows:
+        x = np.random.default_rng(num_rows).standard_normal((num_rows, HIDDEN)).astype(np.float16)
+        wanted = exact(x)
+        for name, times, out in take_turns(kernels, x, args.experts, args.seconds):
+            p10 = float(np.percentile(times, 10))
+            rows.append({
+                "threads": threads, "kernel": name, "rows": num_rows, "p10_ms": p10 * 1e3, "best_ms": min(times) * 1e3,
+                "median_ms": float(np.median(times)) * 1e3, "calls": len(times), "gb_s": TRELLIS_BYTES / p10 / 1e9,
+                "rms": kernel_accuracy.relative_rms(out, wanted),
+            })  # fmt: skip
+    return rows
+
+
+def copies(shape: ExpertShape, distinct: npt.NDArray[np.uint8], count: int) -> npt.NDArray[np.uint8]:
+    """`count` records in memory of their own."""
+    records = shape.empty_records(count)
+    for i in range(count):
+        records[i] = distinct[i % len(distinct)]
+    return records
+
+
+def our_kernels(shape: ExpertShape, records: npt.NDArray[np.uint8], distinct: npt.NDArray[np.uint8], threads: int) -> dict[str, Prepare]:
+    """Every vector variant of this host in native order, AVX2 in planar order, and what "auto" takes when there is a choice."""
+    repacked = copies(shape, np.stack([planar.repack(shape, record) for record in distinct]), len(records))
+    planar_shape = planar.planar_shape(shape)
+    names = [name for name in expert.variants() if name != "scalar"]
+    kernels = {f"{name} native": ours(name, shape, records, threads) for name in names}
+    kernels |= {f"{name} planar": ours(name, planar_shape, repacked, threads) for name in names}
+    if len(names) > 1:
+        kernels["auto native"] = ours("auto", shape, records, threads)
+    return kernels
+
+
+def ours(variant: str, shape: ExpertShape, records: npt.NDArray[np.uint8], threads: int) -> Prepare:
+    """Calls of one variant."""
+    pool = ExpertPool(variant, threads)
+    pool.tune(shape)
+    print(f"{variant}: {pool.reason}", file=sys.stderr, flush=True)
+    return lambda index, x, out: pool.prepare([ExpertTask(shape, records[index], x, out)])
+
+
+def stock_calls(shape: ExpertShape, records: npt.NDArray[np.uint8], threads: int) -> dict[str, Prepare]:
+    """Every tier of both versions that this host has."""
+    kernels: dict[str, Prepare] = {}
+    for version in stock_kernels.VERSIONS:
+        path = stock_kernels.library(version, STOCK_FOLDER)
+        for tier in stock_kernels.TIERS[1:]:
+            try:
+                kernel = stock_kernels.StockKernel(path, version, tier, shape, records)
+            except ValueError:
+                break  # a higher tier needs what this one lacked
+            kernels[kernel.name] = lambda index, x, out, kernel=kernel: kernel.prepare(index, x, out, threads)  # type: ignore[misc]
+    return kernels
+
+
+def take_turns(
+    kernels: dict[str, Prepare], x: npt.NDArray[np.float16], experts: int, seconds: float
+) -> list[tuple[str, list[float], npt.NDArray[np.float32]]]:
+    """(name, seconds of every call, output of expert 0) of each kernel."""
+    outs = {name: np.empty((x.shape[0], HIDDEN), np.float32) for name in kernels}
+    calls = {name: [prepare(i, x, outs[name]) for i in range(experts)] for name, prepare in kernels.items()}
+    times: dict[str, list[float]] = {name: [] for name in kernels}
+    apart = max(1, experts // len(kernels))
+    end = time.perf_counter() + seconds
+    turn = 0
+    while time.perf_counter() < end or turn < 2:
+        for i, (name, prepared) in enumerate(calls.items()):
+            call = prepared[(turn + i * apart) % experts]
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+        turn += 1
+    for prepared in calls.values():
+        prepared[0]()
+    return [(name, times[name], outs[name]) for name in kernels]
+
+
+def read_rate(records: npt.NDArray[np.uint8]) -> float:
+    """GB/s of one thread that only reads the records."""
+    folder = STOCK_FOLDER.with_name("bench")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "read_memory.so"
+    source = stock_kernels.SHIM / "read_memory.c"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(path), str(source)], check=True, timeout=120)
+    read = ctypes.CDLL(str(path)).read_memory
+    read.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    best = 1e9
+    for _ in range(5):
+        start = time.perf_counter()
+        read(records.ctypes.data, records.nbytes)
+        best = min(best, time.perf_counter() - start)
+    return records.nbytes / best / 1e9
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures that issues and documents quote. A ratio is stock's p10 over ours: above 1 is faster."""
+    p10 = {(r["kernel"], r["threads"], r["rows"]): r["p10_ms"] for r in rows if "rows" in r}
+    result: dict[str, Any] = {}
+
+    def ratio(key: str, ours: Sequence[str], stock: Sequence[str], num_rows: int) -> None:
+        mine = [p10[name, 1, num_rows] for name in ours if (name, 1, num_rows) in p10]
+        theirs = [p10[name, 1, num_rows] for name in stock if (name, 1, num_rows) in p10]
+        if mine and len(theirs) == len(stock):
+            result[key] = round(min(theirs) / min(mine), 3)
+
+    wide = ["avx512bw native", "avx512vbmi native"]
+    tiers = ("avx2", "bw", "vnni", "vbmi")
+    present = {
+        version: [f"stock {version} {tier}" for tier in tiers if (f"stock {version} {tier}", 1, 1) in p10] for version in ("1.5.1", "1.6.5")
+    }
+    for m in (1, 4, 8):
+        ratio(f"avx2_m{m}_vs_151", ["avx2 native"], ["stock 1.5.1 avx2"], m)
+        ratio(f"avx2_m{m}_vs_165", ["avx2 native"], ["stock 1.6.5 avx2"], m)
+        ratio(f"avx2_planar_m{m}_vs_151", ["avx2 planar"], ["stock 1.5.1 avx2"], m)
+        ratio(f"avx2_planar_m{m}_vs_165", ["avx2 planar"], ["stock 1.6.5 avx2"], m)
+        if any((name, 1, m) in p10 for name in wide):
+            ratio(f"avx512_m{m}_vs_151_default", wide, present["1.5.1"][-1:], m)
+            ratio(f"avx512_m{m}_vs_151_best", wide, present["1.5.1"], m)
+            ratio(f"avx512_m{m}_vs_165_best", wide, present["1.6.5"], m)
+    for family, names in (("avx2", ["avx2 native"]), ("avx512", wide)):
+        mine = [p10[name, 1, 1] for name in names if (name, 1, 1) in p10]
+        if not mine:
+            continue
+        result[f"gbps_per_core_{family}"] = round(TRELLIS_BYTES / min(mine) / 1e6, 2)
+        for threads in sorted({key[1] for key in p10} - {1}):
+            more = [p10[name, threads, 1] for name in names if (name, threads, 1) in p10]
+            result[f"scale_{threads}t" if family == "avx2" else f"scale_{threads}t_{family}"] = round(min(mine) / min(more), 3)
+    for layout in ("native", "planar"):  # 4 more rows add products only: what is left at 4 rows without them is decoding
+        name = f"avx2 {layout}"
+        if (name, 1, 8) in p10 and (name, 1, 4) in p10:
+            decode_ms = 2 * p10[name, 1, 4] - p10[name, 1, 8]
+            result[f"decode_only_gbps_avx2_{layout}"] = round(TRELLIS_BYTES / decode_ms / 1e6, 2)
+    read = [r["gb_s"] for r in rows if r["kernel"] == "read memory"]
+    if read:
+        result["read_gbps_1t"] = round(read[0], 2)
+    return result
+
+
+if __name__ == "__main__":
+    main()
