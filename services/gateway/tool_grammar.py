@@ -131,7 +131,7 @@ def json_rule(schema: dict[str, Any], *, lenient: bool) -> str:
     Args:
         lenient: keywords that cannot be enforced are ignored: a tool's schema is advice, not a promise.
     """
-    options = {"lenient": lenient, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+    options = {"lenient": lenient, "whitespace_pattern": r"( |\n[ \t]{0,32})"}
     return f"%json {json.dumps({'x-guidance': options} | schema)}"
 
 

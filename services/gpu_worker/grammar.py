@@ -21,8 +21,8 @@ from services.common.errors import CheckpointError, InvalidRequest
 
 Kind = Literal["json_schema", "regex", "lark", "any_json_object"]
 
-# White space between JSON's tokens is free, but bounded: a model that is lost must not fill the answer with it.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# Between JSON's tokens may stand one space, or a line break with indentation: a model that is lost must not fill the answer with more.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
 # Clients write grammars: what compiles within these bounds costs milliseconds a token at worst.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,

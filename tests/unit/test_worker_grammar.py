@@ -95,6 +95,31 @@ def test_any_json_object() -> None:
     assert made.complete
 
 
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ('{"name":"a","age":1}', True),
+        ('{"name": "a", "age": 1}', True),
+        ('{\n    "name": "a",\n    "age": 1\n}', True),
+        ('{\n\t"name": "a",\n\t"age": 1\n}', True),
+        ('{  "name"', False),
+        ('{\n\n"name"', False),
+    ],
+)
+def test_json_may_be_compact_or_indented_and_not_padded(text: str, good: bool) -> None:
+    """White space is what people write: one space, or a line break with indentation."""
+    made = constraint("json_schema", PERSON)
+    taken = True
+    for token in encode(text):
+        allowed = made.allowed(VOCAB)
+        assert allowed is not None
+        taken = bool(allowed[token])
+        if not taken:
+            break
+        made.observe(token)
+    assert taken is good
+
+
 def test_it_waits_for_its_token() -> None:
     """Before after_token_id everything may come, and the grammar takes no note of it."""
     made = constraint("regex", "yes", after_token_id=THINK_END)
