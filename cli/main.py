@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from cli import keys
+from cli import keys, stream_rate
 from cli.serve import Supervisor, print_settings
 from cli.settings import ServeSettings
 from services.common.errors import Glm53Error
@@ -43,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     for flags, name, text in SERVE_FLAGS:
         serve.add_argument(*flags, dest=name, default=None, help=f"{text} [{name}]")
     keys.add_parser(commands)
+    stream_rate.add_parser(commands)
     return parser
 
 
@@ -56,12 +57,15 @@ def serve(args: argparse.Namespace) -> int:
     return Supervisor(settings, env).run()
 
 
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"serve": serve, "keys": keys.run, "stream-rate": stream_rate.run}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = build_parser().parse_args(argv)
     configure_logging("glm53")
     try:
-        return keys.run(args) if args.command == "keys" else serve(args)
+        return COMMANDS[args.command](args)
     except Glm53Error as error:
         log.error("%s", error.message)
         return ExitCode.CONFIG

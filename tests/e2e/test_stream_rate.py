@@ -1,0 +1,47 @@
+"""Tokens are delivered when they are made."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.server import Server
+from cli.main import main as glm53
+from cli.stream_rate import rate_of
+
+pytestmark = pytest.mark.e2e
+
+
+def even(tokens: int, step_s: float = 0.01) -> list[tuple[float, int]]:
+    return [(i * step_s, i + 1) for i in range(tokens)]
+
+
+def test_an_even_stream_passes() -> None:
+    """One token every 10 ms, as it was made."""
+    rate = rate_of(even(101), 5, 1.0)
+    assert rate.problems == []
+    assert (rate.tokens, round(rate.delivery_s, 6), rate.last_tokens <= 6) == (100, 1.0, True)
+    assert rate.usual_last_tokens == pytest.approx(5)
+
+
+def test_half_speed_and_a_burst_at_the_end_fail() -> None:
+    """Slower than generation fails; so does the half that comes in one piece at the end."""
+    assert "generation" in rate_of(even(101, 0.02), 5, 1.0).problems[0]
+    burst = [*even(51, 0.0199), (1.0, 101)]
+    assert "burst" in rate_of(burst, 5, 1.0).problems[0]
+
+
+def test_the_real_stack_delivers_evenly_at_every_prompt_length(
+    stack: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`glm53 stream-rate` passes at 0, 512 and 8,192 prompt tokens, and says what it measured."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    code = glm53(["stream-rate", "--url", stack.url, "--tokens", "96"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0, lines
+    assert [int(line.split()[1]) for line in lines] == [1, 512, 8192]
+
+
+def test_a_server_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit code 78, not a traceback."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    assert glm53(["stream-rate", "--url", "http://127.0.0.1:1"]) == 78
