@@ -44,11 +44,26 @@ class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
+# For /openapi.json: blocks are checked one by one, so that errors name the one at fault.
+_BLOCK = {"type": "object", "required": ["type", "text"], "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+_MESSAGES_SCHEMA: dict[str, Any] = {
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": ["user", "assistant"]},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _BLOCK}]},
+        },
+    },
+}
+
+
 class CountBody(Body):
     """POST /v1/messages/count_tokens."""
 
     model: Annotated[str, Field(min_length=1)]
-    messages: list[Any]
+    messages: Annotated[list[Any], Field(json_schema_extra=_MESSAGES_SCHEMA)]
     system: str | list[Any] | None = None
     tools: list[AnthropicTool] | None = None
     tool_choice: ToolChoice | None = None

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
-from services.gateway import admin, anthropic, errors, native, responses, routes
+from services.gateway import admin, anthropic, errors, native, openapi, responses, routes
 from services.gateway.access.admission import AccessPolicy
 from services.gateway.access.cancels import Canceller
 from services.gateway.access.control import AccessControl, KeyFinder
@@ -72,7 +72,7 @@ def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     app.state.stores = Stores.of(services.link)
-    for module in (routes, native, responses, anthropic):
+    for module in (routes, native, responses, anthropic, openapi):
         app.include_router(module.router)
     app.include_router(admin.router)
     # The last one added is the first one asked.

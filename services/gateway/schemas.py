@@ -138,10 +138,30 @@ class ThinkingSwitch(Body):
     clear_thinking: bool | None = None
 
 
+def _message(*roles: str, required: tuple[str, ...] = ("role", "content"), **more: Any) -> dict[str, Any]:
+    parts = {"type": "array", "minItems": 1, "items": {"type": "object", "required": ["type", "text"], "properties": _TEXT_PART}}
+    content = {"anyOf": [{"type": "string"}, parts]}
+    return {"type": "object", "required": list(required), "properties": {"role": {"enum": list(roles)}, "content": content, **more}}
+
+
+_TEXT_PART = {"type": {"const": "text"}, "text": {"type": "string"}}
+# For /openapi.json: messages are checked one by one in messages.py, so that errors name the part at fault.
+_MESSAGES_SCHEMA: dict[str, Any] = {
+    "minItems": 1,
+    "items": {
+        "anyOf": [
+            _message("system", "developer", "user"),
+            _message("assistant", reasoning_content={"type": "string"}),
+            _message("tool", tool_call_id={"type": "string"}),
+        ]
+    },
+}
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Any]
+    messages: Annotated[list[Any], Field(json_schema_extra=_MESSAGES_SCHEMA)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
