@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from kernels.python import segments
 from services.common.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,7 @@ class Instance:
 
     def _refuse_foreign_worker(self) -> None:
         """A worker of another server (with another state folder, or another user's) holds its arena's lock: its segments are not ours."""
-        arena = self._shm_dir / f"glm53-{self.name}-arena"
+        arena = Path(segments.arena_path(self._shm_dir, self.name))
         if not arena.exists():
             return
         try:
@@ -130,8 +131,9 @@ class Instance:
             ) from None
 
     def segments(self) -> list[Path]:
-        """Every shared-memory file of this instance."""
-        return sorted(self._shm_dir.glob(f"glm53-{self.name}-*"))
+        """Every shared-memory file of this instance, half-made ones too; none of another whose name merely begins like ours."""
+        names = (segments.arena_path(self._shm_dir, self.name), segments.ctl_path(self._shm_dir, self.name))
+        return sorted(path for name in map(Path, names) for path in [*name.parent.glob(name.name), *name.parent.glob(f"{name.name}.*")])
 
     def record_children(self, pids: dict[str, int]) -> None:
         """Remembers the children so that a successor can end them if we are killed."""

@@ -44,9 +44,14 @@ Controller::~Controller() {
 
 void Controller::load_heat() {
   std::vector<uint8_t> bytes;
-  if (options_.heat_file.empty() || !read_file(options_.heat_file, &bytes)) return;
   std::string why;
-  if (!heat_.load(bytes, arena_.header().checkpoint_hash, &why)) heat_note_ = options_.heat_file + " is ignored: " + why;
+  try {
+    if (options_.heat_file.empty() || !read_file(options_.heat_file, &bytes)) return;
+    if (heat_.load(bytes, arena_.header().checkpoint_hash, &why)) return;
+  } catch (const Error& error) {
+    why = error.what();  // a start without heat is slower for a while, not wrong
+  }
+  heat_note_ = options_.heat_file + " is ignored: " + why;
 }
 
 std::vector<uint8_t> Controller::save_heat() {

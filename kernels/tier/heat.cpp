@@ -133,7 +133,13 @@ bool read_file(const std::string& path, std::vector<uint8_t>* bytes) {
   for (;;) {
     const ssize_t n = ::read(fd, chunk, sizeof chunk);
     if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) break;
+    if (n < 0) {
+      const int error = errno;
+      ::close(fd);
+      errno = error;
+      throw_errno("cannot read " + path);
+    }
+    if (n == 0) break;
     bytes->insert(bytes->end(), chunk, chunk + n);
   }
   ::close(fd);

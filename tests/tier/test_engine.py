@@ -317,6 +317,17 @@ def test_heat_survives_a_restart(shm_dir: pathlib.Path, tmp_path: pathlib.Path) 
             assert "its checksum is wrong" in engine.stats()["heat_note"]
 
 
+@pytest.mark.parametrize("name", ['quote"and\\slash', "new\tline"])
+def test_a_heat_file_that_cannot_be_read_is_ignored_in_words(module_stage: Stage, tmp_path: pathlib.Path, name: str) -> None:
+    """What lies at the heat file's place does not keep the engine from starting; the statistics say why it starts cold."""
+    place = tmp_path / name
+    place.mkdir()
+    with module_stage.engine(mode="exact", heat_file=str(place)) as engine:
+        note = engine.stats()["heat_note"]
+    assert str(place) in note
+    assert "Is a directory" in note
+
+
 def test_a_caller_that_flushes_denormals_gets_the_same_bits(module_stage: Stage, oracle: Oracle) -> None:
     """The float state of the calling thread does not reach the answer."""
     torch = pytest.importorskip("torch")

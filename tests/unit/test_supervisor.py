@@ -108,7 +108,7 @@ def test_an_instance_is_served_once(dirs: tuple[Path, Path]) -> None:
 
 
 def test_what_a_killed_server_left_is_reclaimed(dirs: tuple[Path, Path]) -> None:
-    """Segments but the arena are removed and orphaned services are ended; release removes the arena too."""
+    """Segments but the arena are removed and orphaned services are ended; release removes the arena too. Instance a-b is left alone."""
     shm, _ = dirs
     with subprocess.Popen(python("import time; time.sleep(60)")) as orphan:
         dead = Instance("a", *dirs)
@@ -116,15 +116,16 @@ def test_what_a_killed_server_left_is_reclaimed(dirs: tuple[Path, Path]) -> None
         dead.record_children({"gpu_worker": orphan.pid})
         assert dead._lock is not None
         dead._lock.close()  # what the kernel does for a killed process
-        for name in ("glm53-a-ctl", "glm53-a-ctl.tmp", "glm53-a-arena", "glm53-b-ctl"):
+        others = ["glm53-a-arena-ctl", "glm53-a-b-arena", "glm53-a-b-ctl", "glm53-b-ctl"]
+        for name in ("glm53-a-ctl", "glm53-a-ctl.0123.tmp", "glm53-a-arena", "glm53-a-arena.4567.tmp", *others):
             (shm / name).write_bytes(b"x")
         threading.Thread(target=orphan.wait, daemon=True).start()
         heir = Instance("a", *dirs)
         heir.acquire()
-        assert sorted(p.name for p in shm.iterdir()) == ["glm53-a-arena", "glm53-b-ctl"]
+        assert sorted(p.name for p in shm.iterdir()) == sorted(["glm53-a-arena", *others])
         assert wait_for(lambda: orphan.poll() is not None)
         heir.release()
-        assert sorted(p.name for p in shm.iterdir()) == ["glm53-b-ctl"]
+        assert sorted(p.name for p in shm.iterdir()) == others
 
 
 def test_a_reused_pid_is_not_ended(dirs: tuple[Path, Path]) -> None:

@@ -259,7 +259,10 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
     shared = settings.expert_backend == "shm" and mode == "fast"
     region = None
     if shared:
-        region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
+        try:
+            region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
+        except KernelError as error:
+            raise ConfigError(f"GLM53_SHM_DIR={settings.shm_dir} cannot hold the control region: {error}", param="GLM53_SHM_DIR") from error
     check_heat_file(settings.heat_file)
     try:
         engine = TierEngine(
