@@ -42,19 +42,22 @@ struct BlockScratch {
   alignas(64) int32_t x[MOE_MAX_ROWS][kBlockPairs]; /* pairs of inputs, in the order of the states */
   Vec<S> below[2];
   Vec<S> weights[kBlockPairs][2];
-  uint8_t tiles[2][kColumnTiles][32 * kMaxBits]; /* planar copies of tiles for bit counts without a shuffle of their own */
+  alignas(64) uint8_t planar[2][kColumnTiles * kColumnTiles * 32 * kMaxBits]; /* native blocks, rearranged: this one and the next */
 };
 
 /* First state of pair p: 0..3 and 8..11. */
 constexpr int pair_state(int p) { return p % 4 + p / 4 * 8; }
 
+/* State I of every lane of a planar tile; before: R[-1]. The halfwords are loaded where they are used: registers are scarcer than loads. */
 template <class S, int K, int I>
-GLM53_INLINE Vec<S> state(const Vec<S>* r) { /* r[0] = R[-1] */
+GLM53_INLINE Vec<S> state(const uint8_t* tile, size_t next, Vec<S> before) {
   constexpr int kEnd = K * (I + 1);
   constexpr int kHalfword = (kEnd - 1) / 16;
   constexpr int kShift = kEnd - 16 * kHalfword;
-  if constexpr (kShift == 16) return r[kHalfword + 1];
-  return S::template funnel<kShift>(r[kHalfword], r[kHalfword + 1]);
+  const Vec<S> lower = S::load(tile + 32 * kHalfword, next);
+  if constexpr (kShift == 16) return lower;
+  const Vec<S> upper = kHalfword == 0 ? before : S::load(tile + 32 * (kHalfword - 1), next);
+  return S::template funnel<kShift>(upper, lower);
 }
 
 /* Control of a shuffle of halfwords inside 128 bits. */
@@ -112,14 +115,10 @@ GLM53_INLINE void load_native(const uint8_t* tile, size_t next, Vec<S>* r) {
   }
 }
 
-template <class S, int K, bool Planar>
-GLM53_INLINE void load_tile(const uint8_t* tile, size_t next, Vec<S>* r) {
-  if constexpr (Planar) {
-    for (int m = 0; m < K; ++m) r[m + 1] = S::load(tile + 32 * m, next);
-  } else {
-    load_native<S, K>(tile, next, r);
-  }
-  r[0] = S::move_up(r[K]);
+/* R[-1] of a planar tile. */
+template <class S, int K>
+GLM53_INLINE Vec<S> halfwords_before(const uint8_t* tile, size_t next) {
+  return S::move_up(S::load(tile + 32 * (K - 1), next));
 }
 
 /* Adds byte sums times inputs of one row to two vectors of columns (0-7 and 8-15). */
@@ -155,7 +154,8 @@ struct HashFactors {
 
 /* Pair P is multiplied, pair P + 1 extracted (from the next tile after the last), pair P - 1 leaves as byte sums. */
 template <class S, int K, int P, class Sink>
-GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
+GLM53_INLINE void step(const uint8_t* tile, size_t next, Vec<S> before, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink,
+                       int index) {
   Vec<S> h0 = S::add16(q.h0, q.k0);
   S::pin(h0);
   Vec<S> h1 = S::add16(q.h1, q.k1);
@@ -169,9 +169,9 @@ GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, const HashFactors<
   Vec<S> e1 = S::mul_low(q.s1, factors.low);
   S::pin(e1);
   constexpr int kNext = pair_state((P + 1) % kPairsPerTile);
-  const Vec<S>* from = P + 1 == kPairsPerTile ? next_r : r;
-  Vec<S> n0 = state<S, K, kNext>(from);
-  Vec<S> n1 = state<S, K, kNext + 4>(from);
+  __asm__ volatile("" : "+r"(tile)); /* a load here, not a register kept from the step before */
+  Vec<S> n0 = state<S, K, kNext>(tile, next, before);
+  Vec<S> n1 = state<S, K, kNext + 4>(tile, next, before);
   S::pin(n0);
   S::pin(n1);
   h0 = S::byte_pairs(h0, factors.ones);
@@ -196,33 +196,30 @@ GLM53_INLINE void step(const Vec<S>* r, const Vec<S>* next_r, const HashFactors<
 
 /* Eight tiles, one below the other (and their right neighbours), from top to bottom. Index -1 of the sink gets zeros. ahead: distance of
  * the bytes to prefetch. */
-template <class S, int K, bool Planar, class Sink>
+template <class S, int K, class Sink>
 GLM53_INLINE void run_column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, Sink& sink) {
   const HashFactors<S> factors = {S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu)),
                                   S::set16(static_cast<int16_t>(kMul1Multiplier >> 16)), S::set8(1)};
-  Vec<S> r[K + 1];
-  load_tile<S, K, Planar>(tile, next, r);
+  Vec<S> before = halfwords_before<S, K>(tile, next);
   Pipeline<S> q = {};
-  q.s0 = state<S, K, 0>(r);
-  q.s1 = state<S, K, 4>(r);
+  q.s0 = state<S, K, 0>(tile, next, before);
+  q.s1 = state<S, K, 4>(tile, next, before);
   for (int kt = 0; kt < kColumnTiles; ++kt) {
     for (int t = 0; t < S::kTiles; ++t) {
       _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead + 64), _MM_HINT_T0);
     }
     const int at = kt * kPairsPerTile;
-    Vec<S> below[K + 1];
-    step<S, K, 0>(r, below, factors, q, sink, at);
-    step<S, K, 1>(r, below, factors, q, sink, at + 1);
-    step<S, K, 2>(r, below, factors, q, sink, at + 2);
-    step<S, K, 3>(r, below, factors, q, sink, at + 3);
-    step<S, K, 4>(r, below, factors, q, sink, at + 4);
-    step<S, K, 5>(r, below, factors, q, sink, at + 5);
-    step<S, K, 6>(r, below, factors, q, sink, at + 6);
+    step<S, K, 0>(tile, next, before, factors, q, sink, at);
+    step<S, K, 1>(tile, next, before, factors, q, sink, at + 1);
+    step<S, K, 2>(tile, next, before, factors, q, sink, at + 2);
+    step<S, K, 3>(tile, next, before, factors, q, sink, at + 3);
+    step<S, K, 4>(tile, next, before, factors, q, sink, at + 4);
+    step<S, K, 5>(tile, next, before, factors, q, sink, at + 5);
+    step<S, K, 6>(tile, next, before, factors, q, sink, at + 6);
     tile += kt + 1 < kColumnTiles ? stride : 0; /* the last one is loaded again and not used */
-    load_tile<S, K, Planar>(tile, next, below);
-    step<S, K, 7>(r, below, factors, q, sink, at + 7);
-    for (int m = 0; m <= K; ++m) r[m] = below[m];
+    before = halfwords_before<S, K>(tile, next);
+    step<S, K, 7>(tile, next, before, factors, q, sink, at + 7);
   }
   const Vec<S> ones = factors.ones;
   const Vec<S> b0 = S::add16(S::byte_pairs(q.l0, ones), S::byte_pairs(S::add16(q.h0, q.k0), ones));
@@ -312,34 +309,44 @@ GLM53_INLINE void order_inputs(const int16_t* q, int32_t* x) {
   }
 }
 
-template <class S, int K, bool Planar>
-void column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, BlockScratch<S>& block, int num_rows, const RowFactors* rows,
-            float* z) {
+/* A column of tiles and its right neighbours. */
+template <class S, int K>
+void column(const uint8_t* tile, size_t ahead, BlockScratch<S>& block, int num_rows, const RowFactors* rows, float* z) {
+  constexpr size_t kStride = 32 * K;
+  constexpr size_t kNext = kColumnTiles * kStride;
   if (num_rows == 1) {
     MultiplySink<S> sink = {block.x[0], S::zero(), S::zero()};
-    run_column<S, K, Planar>(tile, stride, next, ahead, sink);
+    run_column<S, K>(tile, kStride, kNext, ahead, sink);
     add_columns<S>(sink.low, sink.high, rows[0], z);
     return;
   }
   StoreSink<S> sink = {block.weights};
-  run_column<S, K, Planar>(tile, stride, next, ahead, sink);
+  run_column<S, K>(tile, kStride, kNext, ahead, sink);
   multiply_any<S>(block, num_rows, rows, z);
 }
 
-/* Bit counts without a shuffle of their own: the tiles are copied halfword by halfword. */
+/* One row of tiles of a native block -> planar. The rows of a matrix lie a multiple of 4 KiB apart, so that a walk down a column would keep
+ * throwing its own lines out of the first cache; this reads along the row. planar: place of the row's first tile. ahead: bytes to prefetch
+ * at. */
 template <class S, int K>
-void copied_column(const uint8_t* tile, size_t stride, BlockScratch<S>& block, int num_rows, const RowFactors* rows, float* z) {
-  for (int t = 0; t < S::kTiles; ++t) {
-    for (int kt = 0; kt < kColumnTiles; ++kt) {
+void rearrange_row(const uint8_t* row, size_t ahead, uint8_t* planar) {
+  constexpr size_t kTileBytes = 32 * K;
+  constexpr size_t kNext = kColumnTiles * kTileBytes; /* of the planar block */
+  for (size_t line = 0; line < kNext; line += 64) _mm_prefetch(reinterpret_cast<const char*>(row + ahead + line), _MM_HINT_T0);
+  if constexpr (K == 2 || K == 3 || K == 4) {
+    for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
+      Vec<S> r[K + 1];
+      load_native<S, K>(row + tile * kTileBytes, kTileBytes, r);
+      for (int m = 0; m < K; ++m) S::store(planar + tile * kNext + 32 * m, kNext, r[m + 1]);
+    }
+  } else {
+    for (int tile = 0; tile < kColumnTiles; ++tile) {
       uint16_t from[16 * K], to[16 * K];
-      memcpy(from, tile + kt * stride + t * 32 * K, sizeof from);
-      for (int l = 0; l < 16; ++l) {
-        for (int m = 0; m < K; ++m) to[16 * m + l] = from[(K * l + m) ^ 1];
-      }
-      memcpy(block.tiles[t][kt], to, sizeof to);
+      memcpy(from, row + tile * kTileBytes, sizeof from);
+      planar_from_native(from, K, to);
+      memcpy(planar + tile * kNext, to, sizeof to);
     }
   }
-  column<S, K, true>(block.tiles[0][0], sizeof block.tiles[0][0], sizeof block.tiles[0], 0, block, num_rows, rows, z);
 }
 
 template <class S, int K>
@@ -347,14 +354,20 @@ void band_of(const BandArgs& args) {
   BlockScratch<S>& block = *static_cast<BlockScratch<S>*>(args.scratch);
   const bool planar = args.layout == MOE_LAYOUT_PLANAR;
   constexpr size_t kTileBytes = 32 * K;
-  const size_t stride = planar ? kTileBytes : args.out_tiles * kTileBytes;         /* to the tile below */
-  const size_t next = planar ? kColumnTiles * kTileBytes : kTileBytes;             /* to the tile on the right */
-  const size_t block_bytes = planar ? kColumnTiles * next : kColumnTiles * stride; /* to the block below */
-  const uint8_t* top = reinterpret_cast<const uint8_t*>(args.trellis) +
-                       (planar ? args.band * args.in_blocks * block_bytes : args.band * static_cast<size_t>(kColumnTiles) * kTileBytes);
+  constexpr size_t kBlockBytes = kBlockPairs / kPairsPerTile * kColumnTiles * kTileBytes;
+  const size_t stride = args.out_tiles * kTileBytes; /* native: to the row of tiles below */
+  const uint8_t* top =
+      reinterpret_cast<const uint8_t*>(args.trellis) + args.band * (planar ? args.in_blocks * kBlockBytes : kColumnTiles * kTileBytes);
   const uint32_t length = group_blocks(args.in_blocks);
   const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
   const int num_rows = static_cast<int>(args.rows);
+  const auto rearrange = [&](uint32_t b, int kt) {
+    rearrange_row<S, K>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * stride, kColumnTiles * stride,
+                        block.planar[b % 2] + kt * kTileBytes);
+  };
+  if (!planar) {
+    for (int kt = 0; kt < kColumnTiles; ++kt) rearrange(args.first_group * length, kt);
+  }
   for (uint32_t b = args.first_group * length; b < end; ++b) {
     RowFactors rows[MOE_MAX_ROWS];
     for (uint32_t m = 0; m < args.rows; ++m) {
@@ -364,15 +377,12 @@ void band_of(const BandArgs& args) {
       order_inputs(args.q + (static_cast<size_t>(m) * args.in_blocks + b) * kBlock, block.x[m]);
     }
     float* z = args.groups + static_cast<size_t>(b / length) * args.rows * kBlock;
+    const uint8_t* tiles = planar ? top + b * kBlockBytes : block.planar[b % 2];
     for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
-      const uint8_t* at = top + b * block_bytes + tile * next;
-      if (planar) {
-        column<S, K, true>(at, stride, next, 2 * block_bytes, block, num_rows, rows, z + 16 * tile);
-      } else if constexpr (K == 2 || K == 3 || K == 4) {
-        column<S, K, false>(at, stride, next, 2 * block_bytes, block, num_rows, rows, z + 16 * tile);
-      } else {
-        copied_column<S, K>(at, stride, block, num_rows, rows, z + 16 * tile);
+      if (!planar && b + 1 < end) {
+        for (int t = 0; t < S::kTiles; ++t) rearrange(b + 1, tile + t);
       }
+      column<S, K>(tiles + tile * kColumnTiles * kTileBytes, planar ? 2 * kBlockBytes : 0, block, num_rows, rows, z + 16 * tile);
     }
   }
 }

@@ -35,9 +35,17 @@ def signatures() -> ctypes.CDLL:
     library.moe_exp.restype = None
     library.moe_activate.argtypes = [ctypes.c_uint32, ctypes.c_uint32, ctypes.c_float, pointer, pointer, pointer, ctypes.c_size_t]
     library.moe_activate.restype = ctypes.c_int
+    library.moe_pool_force.argtypes = [pointer, ctypes.c_uint32, ctypes.c_double]
+    library.moe_pool_force.restype = ctypes.c_int
     library.moe_explain_choice.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
     library.moe_explain_choice.restype = ctypes.c_uint32
     return library
+
+
+def force(pool: expert.ExpertPool, splits: int, inline_cost: float) -> None:
+    """Overrides how a pool cuts its work: parts of a band (0 = its own choice), and the cost below which it does not share a call."""
+    if signatures().moe_pool_force(pool._open(), splits, inline_cost) != 0:
+        raise ValueError(signatures().moe_last_error().decode())
 
 
 def expert_steps(variant: str, shape: ExpertShape, record: npt.NDArray[np.uint8], x: npt.NDArray[Any]) -> reference.ExpertSteps:

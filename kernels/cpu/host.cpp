@@ -1,0 +1,99 @@
+#include <errno.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/error.h"
+#include "moe_host.h"
+
+namespace {
+
+using namespace glm53;
+
+constexpr uint32_t kCoresForOthers = 2; /* left free when there are more than twice as many cores */
+constexpr size_t kHugePage = size_t{2} << 20;
+
+struct CloseFile {
+  void operator()(FILE* file) const { fclose(file); }
+};
+using File = std::unique_ptr<FILE, CloseFile>;
+
+/* The lowest CPU that shares a core with this one; the CPU itself when the system does not tell. */
+int first_sibling(int cpu) {
+  const std::string path = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/thread_siblings_list";
+  const File file(fopen(path.c_str(), "r"));
+  int first = cpu;
+  if (file != nullptr && fscanf(file.get(), "%d", &first) != 1) first = cpu;
+  return first;
+}
+
+/* The CPUs that this thread may use. The set grows until the kernel's fits. */
+std::vector<int> allowed_cpus() {
+  for (int count = CPU_SETSIZE; count <= 64 * CPU_SETSIZE; count *= 2) {
+    cpu_set_t* set = CPU_ALLOC(count);
+    if (set == nullptr) return {};
+    const size_t bytes = CPU_ALLOC_SIZE(count);
+    std::vector<int> cpus;
+    const bool known = sched_getaffinity(0, bytes, set) == 0;
+    for (int cpu = 0; known && cpu < count; ++cpu) {
+      if (CPU_ISSET_S(cpu, bytes, set)) cpus.push_back(cpu);
+    }
+    CPU_FREE(set);
+    if (known) return cpus;
+  }
+  return {};
+}
+
+}  // namespace
+
+extern "C" int moe_physical_cpus(int32_t* cpus, uint32_t capacity) try {
+  if (cpus == nullptr && capacity > 0) return fail("cpus must not be NULL");
+  std::vector<int> chosen, cores;
+  for (const int cpu : allowed_cpus()) {
+    const int core = first_sibling(cpu);
+    bool seen = false;
+    for (const int other : cores) seen = seen || other == core;
+    if (seen) continue;
+    cores.push_back(core);
+    chosen.push_back(cpu);
+  }
+  if (chosen.empty()) return fail("the CPUs of this thread are not known: sched_getaffinity failed");
+  const size_t skipped = chosen.size() > 2 * kCoresForOthers ? kCoresForOthers : 0;
+  for (size_t i = skipped; i < chosen.size() && i - skipped < capacity; ++i) cpus[i - skipped] = chosen[i];
+  return static_cast<int>(chosen.size() - skipped);
+} catch (const std::bad_alloc&) {
+  return fail("out of memory in moe_physical_cpus");
+}
+
+extern "C" int moe_advise_huge(void* memory, size_t bytes) {
+  const uintptr_t start = (reinterpret_cast<uintptr_t>(memory) + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kHugePage * kHugePage;
+  if (start >= end) return 0; /* no whole page in it */
+  if (madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE) == 0) return 0;
+  return fail("the system refuses huge pages: %s", strerror(errno));
+}
+
+extern "C" int64_t moe_huge_bytes(const void* memory, size_t bytes) {
+  const File file(fopen("/proc/self/smaps", "r"));
+  if (file == nullptr) return fail("/proc/self/smaps cannot be read: %s", strerror(errno));
+  const uintptr_t start = reinterpret_cast<uintptr_t>(memory);
+  char line[512];
+  bool overlaps = false;
+  int64_t huge_bytes = 0;
+  while (fgets(line, sizeof line, file.get()) != nullptr) {
+    unsigned long first, last, kib;
+    char name[64];
+    if (sscanf(line, "%lx-%lx ", &first, &last) == 2) {
+      overlaps = first < start + bytes && start < last;
+    } else if (overlaps && sscanf(line, "%63[A-Za-z]: %lu kB", name, &kib) == 2) {
+      const bool huge = strcmp(name, "AnonHugePages") == 0 || strcmp(name, "ShmemPmdMapped") == 0 || strcmp(name, "FilePmdMapped") == 0;
+      if (huge) huge_bytes += static_cast<int64_t>(kib) * 1024;
+    }
+  }
+  return huge_bytes;
+}

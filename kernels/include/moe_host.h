@@ -1,0 +1,28 @@
+/* What the kernel threads want to know of the machine: which CPUs to run on, and whether memory lies in huge pages. Linux. */
+#ifndef GLM53_MOE_HOST_H_
+#define GLM53_MOE_HOST_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "moe_expert.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* One logical CPU of each physical core that the calling thread may run on, in ascending order, for MoePool's threads. The first two cores
+ * are left to the other processes when there are more than four. Writes at most `capacity` numbers and returns how many there are, or -1.
+ */
+MOE_API int moe_physical_cpus(int32_t* cpus, uint32_t capacity);
+/* Asks for 2 MiB pages in this memory (whole pages inside it). 0, or -1 when the system refuses. Whether it gave any: moe_huge_bytes. */
+MOE_API int moe_advise_huge(void* memory, size_t bytes);
+/* Bytes of this memory's mappings that lie in huge pages now (AnonHugePages, ShmemPmdMapped and FilePmdMapped of every mapping that
+ * overlaps it), or -1 when the system does not tell. */
+MOE_API int64_t moe_huge_bytes(const void* memory, size_t bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* GLM53_MOE_HOST_H_ */

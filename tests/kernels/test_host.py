@@ -1,0 +1,60 @@
+"""CPUs for the kernel threads, and huge pages."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import threading
+
+import numpy as np
+
+from kernels.python import host
+
+
+def cores_of(cpus: list[int]) -> list[str]:
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    return [pathlib.Path(topology.format(cpu)).read_text().strip() for cpu in cpus]
+
+
+def test_one_cpu_of_each_core_is_chosen() -> None:
+    """No two of the CPUs share a core, all are allowed, and all cores are covered but the two that are left free on a large machine."""
+    allowed = sorted(os.sched_getaffinity(0))
+    chosen = host.physical_cpus()
+    cores = set(cores_of(allowed))
+    assert set(chosen) <= set(allowed)
+    assert chosen == sorted(chosen)
+    assert len(set(cores_of(chosen))) == len(chosen) == (len(cores) - 2 if len(cores) > 4 else len(cores))
+
+
+def test_the_mask_of_the_calling_thread_counts() -> None:
+    """A thread that may use one CPU only gets that one."""
+    found: list[list[int]] = []
+    last = max(os.sched_getaffinity(0))
+
+    def confined() -> None:
+        os.sched_setaffinity(0, {last})  # of this thread alone
+        found.append(host.physical_cpus())
+
+    thread = threading.Thread(target=confined)
+    thread.start()
+    thread.join(10)
+    assert found == [[last]]
+
+
+def test_huge_pages_are_reported_as_the_system_gives_them() -> None:
+    """After the advice and a first touch, the bytes in huge pages are a multiple of 2 MiB that the array's mapping can hold."""
+    memory = np.empty(16 << 20, np.uint8)
+    accepted = host.advise_huge(memory)
+    memory[:] = 1
+    given = host.huge_bytes(memory)
+    assert given % (2 << 20) == 0
+    assert given >= 0
+    enabled = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if accepted and enabled.exists() and "[never]" not in enabled.read_text():
+        assert given >= 8 << 20
+    assert host.huge_bytes(np.zeros(64, np.uint8)) >= 0
+
+
+def test_memory_without_a_whole_page_needs_no_advice() -> None:
+    """A small array is accepted and nothing happens."""
+    assert host.advise_huge(np.zeros(100, np.uint8))
