@@ -19,7 +19,8 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 # A child that ran this long was healthy: its next crash starts the back-off anew.
 STABLE_S = 60.0
-# A service that was ready once and now fails at boot gets this many tries (its peer may be restarting), then we stop.
+# A service that was ready once and now fails at boot gets this many tries (its peer may be restarting), then we stop. One that was never
+# ready gets as many, however it ends: what breaks every start is not healed by one more.
 MAX_BOOT_FAILURES = 5
 
 
@@ -56,6 +57,7 @@ class Service:
     was_ready: bool = False
     restarts: int = 0
     boot_failures: int = 0
+    early_ends: int = 0
     next_start: float = 0.0
     started_at: float = 0.0
     last_exit: int | None = None
@@ -89,16 +91,18 @@ class Service:
             self.boot_failures = 0
         if code in BOOT_FAILURES:
             self.boot_failures += 1
+        if not self.was_ready:
+            self.early_ends += 1
         self.next_start = time.monotonic() + self._backoff_s
         self._backoff_s = min(self._backoff_s * 2, BACKOFF_MAX_S)
         return code
 
     @property
     def hopeless(self) -> bool:
-        """True when respawning cannot help: a boot failure before the service was ever ready, or too many of them after."""
-        if self.last_exit not in BOOT_FAILURES:
-            return False
-        return not self.was_ready or self.boot_failures >= MAX_BOOT_FAILURES
+        """True when respawning cannot help: a boot failure before the service was ever ready, or too many of whatever kind."""
+        if not self.was_ready and (self.last_exit in BOOT_FAILURES or self.early_ends >= MAX_BOOT_FAILURES):
+            return True
+        return self.last_exit in BOOT_FAILURES and self.boot_failures >= MAX_BOOT_FAILURES
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal if the process is alive."""

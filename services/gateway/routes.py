@@ -95,6 +95,7 @@ async def stats(request: Request) -> Response:
     """The engine's counters and the gateway's own."""
     services = services_of(request)
     engine = json.loads((await services.client.stats()).json or "{}")
+    _set_gauges(services)
     return JSONResponse({**engine, "gateway": services.metrics.snapshot()})
 
 
@@ -102,15 +103,20 @@ async def stats(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus text: the gateway's counters, then the worker's."""
     services = services_of(request)
-    services.metrics.worker_up.set(services.watch.is_ready)
-    services.metrics.in_flight.set(services.traffic.in_flight)
-    services.metrics.shared_up.set(services.link is None or services.link.is_up)
+    _set_gauges(services)
     try:
         engine = (await services.client.stats()).prometheus_text
     except Glm53Error:
         # The scrape must not fail with the worker: glm53_gateway_worker_up tells.
         engine = b""
     return Response(services.metrics.text() + engine, media_type=CONTENT_TYPE)
+
+
+def _set_gauges(services: Services) -> None:
+    """What is true now, as opposed to what has been counted."""
+    services.metrics.worker_up.set(services.watch.is_ready)
+    services.metrics.in_flight.set(services.traffic.in_flight)
+    services.metrics.shared_up.set(services.link is None or services.link.is_up)
 
 
 async def _accepted(request: Request, schema: type[RequestT], raw: dict[str, Any]) -> tuple[RequestT, Ready]:

@@ -71,7 +71,7 @@ class GpuWorkerSettings(ServiceSettings):
         description="Threads of the worker's own expert kernel on the CPU device.",
     )
     ec_max_slots: int = Field(
-        0, validation_alias="GLM53_EC_MAX_SLOTS", ge=0, description="Expert slots of the cache; 0: a quarter of the experts."
+        0, validation_alias="GLM53_EC_MAX_SLOTS", ge=0, description="Expert slots of the cache; 0: a third of the experts."
     )
     ec_admit_after: int = Field(
         2, validation_alias="GLM53_EC_ADMIT_AFTER", ge=1, le=1000, description="An expert gets a slot when it is picked for this time."

@@ -93,6 +93,7 @@ def test_stats_joins_the_engines_counters_and_ours(stack: Stack) -> None:
     assert body["expert_cache"] == [{"slots": 3}]
     assert body["engine"] == {"running": 0}
     assert body["gateway"]["completion_tokens_total"] == before + 4
+    assert body["gateway"]["worker_up"] == 1
 
 
 def sample(stack: Stack, name: str, **labels: str) -> float:

@@ -51,10 +51,10 @@ def ended(service: Service) -> int:
 
 
 def test_a_crash_backs_off_and_is_not_hopeless() -> None:
-    """A crash schedules a restart, later each time; it never stops the stack."""
-    service = Service("x", python("raise SystemExit(1)"), dict(os.environ))
+    """A crash schedules a restart, later each time; of a service that was ready it never stops the stack."""
+    service = Service("x", python("raise SystemExit(1)"), dict(os.environ), was_ready=True)
     waits = []
-    for _ in range(3):
+    for _ in range(MAX_BOOT_FAILURES + 1):
         service.start()
         assert ended(service) == 1
         waits.append(service.next_start - time.monotonic())
@@ -75,6 +75,17 @@ def test_a_boot_failure_is_hopeless_before_the_first_ready_state(code: int) -> N
 def test_a_boot_failure_after_ready_is_retried_a_few_times() -> None:
     """After a crash the peer may still be restarting: a few boot failures are forgiven, not endless ones."""
     service = Service("x", python("raise SystemExit(3)"), dict(os.environ), was_ready=True)
+    for attempt in range(MAX_BOOT_FAILURES):
+        assert not service.hopeless, attempt
+        service.start()
+        ended(service)
+    assert service.hopeless
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "import no_such_module", "import os; os.kill(os.getpid(), 9)"])
+def test_crashing_at_every_start_is_hopeless(program: str) -> None:
+    """A service that never came up and crashes again and again stops the stack soon, not when the boot timeout ends."""
+    service = Service("x", python(program), dict(os.environ))
     for attempt in range(MAX_BOOT_FAILURES):
         assert not service.hopeless, attempt
         service.start()
