@@ -18,6 +18,7 @@ from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.refusals import refuse_unsupported
 from services.gateway.run import respond
 from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse
+from services.gateway.services import Services
 
 router = APIRouter()
 
