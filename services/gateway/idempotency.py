@@ -68,7 +68,10 @@ async def once(request: Request, body: dict[str, Any], answer: Callable[[], Awai
         await asyncio.sleep(_POLL_S)
     try:
         response = await answer()
-        await store.put(name, json.dumps({"digest": digest, "answer": json.loads(bytes(response.body))}).encode(), _KEPT_S)
+        kept_answer = json.dumps({"digest": digest, "answer": json.loads(bytes(response.body))}).encode()
+        if not await store.put(name, kept_answer, _KEPT_S):
+            # Too large to keep: nobody shall wait for it.
+            await store.delete(name)
     except BaseException:
         await store.delete(name)
         raise

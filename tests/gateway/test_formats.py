@@ -6,18 +6,21 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.deltas import Message
 from services.gateway.parser import OutputParser, parse_all
 from services.gateway.prompt import PromptTail
-from services.gateway.tool_grammar import CallStyle, ToolGrammar
+from services.gateway.tool_grammar import CallStyle, ToolGrammar, literal
 from services.gateway.tool_schema import ToolSchemas
 from tests.gateway.fake_worker import Fail, Finish, Say
-from tests.gateway.grammars import accepts, write
-from tests.gateway.language import IDS, VOCABULARY
+from tests.gateway.grammars import VOCAB, accepts, constraint, write
+from tests.gateway.language import IDS, VOCABULARY, piece
 from tests.gateway.stack import Stack
 from tests.gateway.test_validation import check_error
 
@@ -289,3 +292,68 @@ def test_references_elsewhere_and_odd_schemas_become_free_text() -> None:
     body = "<arg_key>b</arg_key><arg_value>anything</arg_value><arg_key>d</arg_key><arg_value></arg_value>"
     assert accepts(pb.Grammar(lark=text), f"<tool_call>odd{body}</tool_call>")
     assert not accepts(pb.Grammar(lark=text), "<tool_call>odd</tool_call>")
+
+
+_ODD_NAMES = ["", '"', "\\", "\n", "</think>", "<[5]>", "%json", "a b"]
+_NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(_ODD_NAMES)
+_VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _NAMES
+_LEAVES = st.sampled_from(
+    [
+        {},
+        True,
+        {"type": "string"},
+        {"type": "integer"},
+        {"type": ["number", "null"]},
+        {"type": "boolean"},
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "string", "minLength": 1, "maxLength": 3},
+        {"type": "string", "minLength": 5, "maxLength": 3},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "string", "pattern": "^a+$", "format": "date"},
+        {"$ref": "#/$defs/A"},
+        {"$ref": "#/nowhere"},
+        {"anyOf": [{"type": "integer"}, {"type": "array"}]},
+        {"type": "integer", "description": "x", "default": 5, "examples": [1], "title": "t"},
+        "not a schema",
+        None,
+    ]
+)
+_SCHEMAS = st.recursive(
+    _LEAVES | st.builds(lambda values: {"enum": values}, st.lists(_VALUES, min_size=1, max_size=4)),
+    lambda inner: st.builds(lambda properties: {"type": "object", "properties": properties}, st.dictionaries(_NAMES, inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    properties=st.dictionaries(_NAMES, _SCHEMAS, max_size=4),
+    required=st.lists(_NAMES, max_size=3),
+    style=st.sampled_from([CallStyle(), CallStyle("\n", "\n", "\n")]),
+)
+def test_any_tool_schema_gives_a_usable_grammar(properties: dict[str, Any], required: list[str], style: CallStyle) -> None:
+    """Whatever a client declares, the grammar compiles or is refused in words, and its calls can be begun."""
+    parameters = {"type": "object", "properties": properties, "required": required, "$defs": {"A": {"type": "integer"}}}
+    text = ToolGrammar(tools({"name": "odd", "parameters": parameters}), IDS, style).calls(several=True)
+    try:
+        usable = accepts(pb.Grammar(lark=text), "<tool_call>odd", whole=False)
+    except InvalidRequest:
+        # A value that is no schema at all is the client's error, and nothing else is.
+        usable = "not a schema" in str(properties) or "None" in str(properties)
+    assert usable
+
+
+@settings(max_examples=60, deadline=None)
+@given(choices=st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=10), min_size=1, max_size=4))
+def test_any_choice_can_be_written(choices: list[str]) -> None:
+    """Choices hold whatever characters they hold."""
+    grammar = pb.Grammar(lark="%llguidance {}\nstart: " + " | ".join(map(literal, choices)) + "\n")
+    for choice in choices:
+        made, left = constraint(grammar), choice.encode()
+        while left:
+            allowed = made.allowed(VOCAB)
+            assert allowed is not None
+            fitting = [int(token) for token in np.flatnonzero(allowed) if left.startswith(piece(int(token)))]
+            assert fitting, choice
+            made.observe(fitting[-1])
+            left = left.removeprefix(piece(fitting[-1]))

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 # For probes and scrapers, which have no keys. /metrics has counts only, by no key.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
-ADMIN_PATHS = ("/stats", "/server_info", "/admin/")
+ADMIN_PATHS = ("/stats", "/server_info", "/get_server_info", "/admin/")
 _MAX_HEADERS = 256
 
 KeyFinder = Callable[[str], Awaitable[ApiKey | None]]
