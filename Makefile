@@ -9,7 +9,7 @@ CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'ke
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help serve test test-gpu bench bench-kernel lint fmt proto kernels fresh-check clean setup setup-dev
+.PHONY: help serve test test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -25,6 +25,12 @@ test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
 
 bench: setup-dev ## Measure the whole stack on this machine; writes docs/results/stack_cpu.json
 	$(PY) -m bench.stack_cpu $(ARGS)
+
+bench-kernel: setup-dev ## Measure the expert kernel against exllamav3's CPU kernels (compiled for it); writes docs/results/cpu_kernel_*.json
+	$(PY) -m bench.cpu_kernel $(ARGS)
+
+sanitize: setup-dev ## Run the expert kernel's stress program under address, undefined-behaviour and thread sanitizers
+	tools/sanitize.sh
 
 lint: setup-dev ## Linters, type checks, import rules, C++ format
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .

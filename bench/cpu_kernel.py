@@ -185,42 +185,46 @@ def read_rate(records: npt.NDArray[np.uint8]) -> float:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that issues and documents quote. A ratio is stock's p10 over ours: above 1 is faster."""
-    p10 = {(r["kernel"], r["threads"], r["rows"]): r["p10_ms"] for r in rows if "rows" in r}
+    """The figures that documents quote. A ratio is stock's best time over ours: above 1 is faster.
+
+    Best, not p10: on a machine that others use, longer calls meet more of their load, which would flatter the faster kernel.
+    """
+    best = {(r["kernel"], r["threads"], r["rows"]): r["best_ms"] for r in rows if "rows" in r}
     result: dict[str, Any] = {}
 
     def ratio(key: str, ours: Sequence[str], stock: Sequence[str], num_rows: int) -> None:
-        mine = [p10[name, 1, num_rows] for name in ours if (name, 1, num_rows) in p10]
-        theirs = [p10[name, 1, num_rows] for name in stock if (name, 1, num_rows) in p10]
+        mine = [best[name, 1, num_rows] for name in ours if (name, 1, num_rows) in best]
+        theirs = [best[name, 1, num_rows] for name in stock if (name, 1, num_rows) in best]
         if mine and len(theirs) == len(stock):
             result[key] = round(min(theirs) / min(mine), 3)
 
     wide = ["avx512bw native", "avx512vbmi native"]
     tiers = ("avx2", "bw", "vnni", "vbmi")
     present = {
-        version: [f"stock {version} {tier}" for tier in tiers if (f"stock {version} {tier}", 1, 1) in p10] for version in ("1.5.1", "1.6.5")
+        version: [f"stock {version} {tier}" for tier in tiers if (f"stock {version} {tier}", 1, 1) in best]
+        for version in ("1.5.1", "1.6.5")
     }
     for m in (1, 4, 8):
         ratio(f"avx2_m{m}_vs_151", ["avx2 native"], ["stock 1.5.1 avx2"], m)
         ratio(f"avx2_m{m}_vs_165", ["avx2 native"], ["stock 1.6.5 avx2"], m)
         ratio(f"avx2_planar_m{m}_vs_151", ["avx2 planar"], ["stock 1.5.1 avx2"], m)
         ratio(f"avx2_planar_m{m}_vs_165", ["avx2 planar"], ["stock 1.6.5 avx2"], m)
-        if any((name, 1, m) in p10 for name in wide):
+        if any((name, 1, m) in best for name in wide):
             ratio(f"avx512_m{m}_vs_151_default", wide, present["1.5.1"][-1:], m)
             ratio(f"avx512_m{m}_vs_151_best", wide, present["1.5.1"], m)
             ratio(f"avx512_m{m}_vs_165_best", wide, present["1.6.5"], m)
     for family, names in (("avx2", ["avx2 native"]), ("avx512", wide)):
-        mine = [p10[name, 1, 1] for name in names if (name, 1, 1) in p10]
+        mine = [best[name, 1, 1] for name in names if (name, 1, 1) in best]
         if not mine:
             continue
         result[f"gbps_per_core_{family}"] = round(TRELLIS_BYTES / min(mine) / 1e6, 2)
-        for threads in sorted({key[1] for key in p10} - {1}):
-            more = [p10[name, threads, 1] for name in names if (name, threads, 1) in p10]
+        for threads in sorted({key[1] for key in best} - {1}):
+            more = [best[name, threads, 1] for name in names if (name, threads, 1) in best]
             result[f"scale_{threads}t" if family == "avx2" else f"scale_{threads}t_{family}"] = round(min(mine) / min(more), 3)
     for layout in ("native", "planar"):  # 4 more rows add products only: what is left at 4 rows without them is decoding
         name = f"avx2 {layout}"
-        if (name, 1, 8) in p10 and (name, 1, 4) in p10:
-            decode_ms = 2 * p10[name, 1, 4] - p10[name, 1, 8]
+        if (name, 1, 8) in best and (name, 1, 4) in best:
+            decode_ms = 2 * best[name, 1, 4] - best[name, 1, 8]
             result[f"decode_only_gbps_avx2_{layout}"] = round(TRELLIS_BYTES / decode_ms / 1e6, 2)
     read = [r["gb_s"] for r in rows if r["kernel"] == "read memory"]
     if read:

@@ -54,14 +54,13 @@ def write(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
         _, y = place(1, 2.0**power)
         parts.append(f'<line x1="{LEFT}" y1="{y:.0f}" x2="{LEFT + PLOT_WIDTH}" y2="{y:.0f}" stroke="#ddd"/>')
         parts.append(f'<text x="{LEFT - 50}" y="{y + 4:.0f}">{2.0**power:g} ms</text>')
+    right = LEFT + PLOT_WIDTH + 20
     for i, (name, points) in enumerate(sorted(lines.items(), key=lambda item: item[1][-1][1], reverse=True)):
         colour, dash = COLOURS[i % len(COLOURS)], ' stroke-dasharray="6 4"' if name.startswith("stock") else ""
         path_points = " ".join("{:.1f},{:.1f}".format(*place(m, ms)) for m, ms in sorted(points))
         parts.append(f'<polyline points="{path_points}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
         y = TOP + 16 + 20 * i
-        parts.append(
-            f'<line x1="{LEFT + PLOT_WIDTH + 20}" y1="{y}" x2="{LEFT + PLOT_WIDTH + 50}" y2="{y}" stroke="{colour}" stroke-width="2"{dash}/>'
-        )
-        parts.append(f'<text x="{LEFT + PLOT_WIDTH + 56}" y="{y + 4}">{escape(name)}</text>')
+        parts.append(f'<line x1="{LEFT + PLOT_WIDTH + 20}" y1="{y}" x2="{right + 30}" y2="{y}" stroke="{colour}" stroke-width="2"{dash}/>')
+        parts.append(f'<text x="{right + 36}" y="{y + 4}">{escape(name)}</text>')
     parts.append(f'<text x="{LEFT + PLOT_WIDTH / 2 - 40:.0f}" y="{HEIGHT - 12}">tokens for the expert</text></svg>')
     path.write_text("\n".join(parts) + "\n")

@@ -41,7 +41,7 @@ def repack(shape: ExpertShape, record: npt.NDArray[np.uint8]) -> npt.NDArray[np.
     if record.dtype != np.uint8 or record.ndim != 1 or record.size < shape.record_bytes:
         raise ValueError(f"record: expected uint8 [{shape.record_bytes}], got {record.dtype} {list(record.shape)}")
     source = np.ascontiguousarray(record)
-    packed = shape.empty_records()[0]
+    packed: npt.NDArray[np.uint8] = shape.empty_records()[0]
     library = _signatures()
     if library.moe_repack_planar(ctypes.byref(shape), source.ctypes.data, packed.ctypes.data) != 0:
         raise ValueError(library.moe_last_error().decode())
