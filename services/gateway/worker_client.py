@@ -155,7 +155,8 @@ class GrpcWorkerClient:
             raise error_of(error) from None
         except asyncio.CancelledError:
             if call.cancelled() and not _being_cancelled():
-                raise errors.Cancelled("the request was cancelled") from None
+                # Whoever asks the worker to cancel hears it as a finish reason: this is a worker that goes away.
+                raise errors.NotReady("the worker broke off the generation", retry_after_s=1.0) from None
             raise
         finally:
             call.cancel()
