@@ -15,6 +15,7 @@ from services.gateway.choices import Choices
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+_TOKEN_BUCKETS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
 class GatewayMetrics:
@@ -27,8 +28,8 @@ class GatewayMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"glm53_gateway_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(f"glm53_gateway_{name}", text, registry=self.registry, buckets=_LATENCY_BUCKETS)
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS) -> Histogram:
+            return Histogram(f"glm53_gateway_{name}", text, registry=self.registry, buckets=buckets)
 
         self.responses = counter("http_responses", "Answered requests by route and status.", "route", "status")
         self.disconnects = counter("client_disconnects", "Generations whose client went away.")
@@ -43,6 +44,9 @@ class GatewayMetrics:
         self.shared_up = Gauge("glm53_gateway_shared_state_up", "1 while Redis answers, or none is configured.", registry=self.registry)
         self.shared_up.set(1)
         self.first_token_s = histogram("time_to_first_token_seconds", "From the request to its first token.")
+        self.queue_s = histogram("queue_seconds", "Time that finished generations waited in the worker's queue.")
+        self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of one finished generation.", _TOKEN_BUCKETS)
+        self.completion_size = histogram("request_completion_tokens", "Generated tokens of one finished generation.", _TOKEN_BUCKETS)
         self.duration_s = histogram("generation_seconds", "From the request to the end of its generation.")
 
     def generation_ended(self, choices: Choices, answer: Answer, error: Glm53Error | None, *, streamed: bool) -> None:
@@ -53,6 +57,9 @@ class GatewayMetrics:
         for finished in choices.finished:
             self.prompt_tokens.inc(finished.prompt_tokens)
             self.completion_tokens.inc(finished.completion_tokens)
+            self.queue_s.observe(finished.queue_s)
+            self.prompt_size.observe(finished.prompt_tokens)
+            self.completion_size.observe(finished.completion_tokens)
         if isinstance(error, Cancelled):
             self.disconnects.inc()
         elif error is not None and streamed:

@@ -106,7 +106,7 @@ async def metrics(request: Request) -> Response:
     services = services_of(request)
     _set_gauges(services)
     try:
-        engine = (await services.client.stats()).prometheus_text
+        engine = (await services.client.stats()).prometheus_text if services.settings.worker_metrics else b""
     except Glm53Error:
         # The scrape must not fail with the worker: glm53_gateway_worker_up tells.
         engine = b""

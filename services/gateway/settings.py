@@ -116,6 +116,11 @@ class GatewaySettings(ServiceSettings):
     redis_timeout_ms: int = Field(
         50, validation_alias="GLM53_REDIS_TIMEOUT_MS", ge=1, le=10_000, description="A Redis call that takes longer counts as failed."
     )
+    worker_metrics: bool = Field(
+        True,
+        validation_alias="GLM53_WORKER_METRICS",
+        description="Whether /metrics passes on the worker's counters; 0 for all but one of several gateways, or they count twice.",
+    )
     replicas: int = Field(
         1,
         validation_alias="GLM53_REPLICAS",
