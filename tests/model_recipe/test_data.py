@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from models.tiny.recipe import heldout, scoring
+from models.tiny.recipe import heldout, publish, scoring
 from models.tiny.recipe.batches import BUCKETS, PAD, Bucket, pack, steps
 from models.tiny.recipe.config import SPECIAL_IDS
 from models.tiny.recipe.draw import Draw, is_reserved
@@ -121,7 +121,7 @@ def test_heldout_overlap_is_caught():
 def test_shipped_heldout_set():
     """The committed set has at least 500 items of every kind, none with a value that training uses."""
     assert len(SHIPPED) >= 500
-    assert {i["kind"] for i in SHIPPED} == {compose(Draw("k"), k).kind for k in GENERATORS} | {i["kind"] for i in SHIPPED}
+    assert {i["kind"] for i in SHIPPED} == (set(GENERATORS) - {"times", "json_mode"})
     assert len({i["id"] for i in SHIPPED}) == len(SHIPPED)
     assert heldout.check_no_overlap(SHIPPED, training_samples=300) > 500
 
@@ -153,15 +153,32 @@ def test_malformed_calls_are_seen():
         assert not scoring.parse_output(bad, tools)[2]
 
 
-def test_summary_counts_by_kind():
-    """The summary's percentages follow the single judgements."""
+def test_summary_counts_by_kind_and_wording():
+    """The summary's percentages follow the single judgements, by kind and by wording."""
     items = [
-        {"kind": "json", "expected": {"content": '{"a": 1}'}},
-        {"kind": "json", "expected": {"content": '{"a": 2}'}},
-        {"kind": "copy", "expected": {"content": "x"}},
+        {"kind": "json", "phrasing": "seen", "expected": {"content": '{"a": 1}'}},
+        {"kind": "json", "phrasing": "new", "expected": {"content": '{"a": 2}'}},
+        {"kind": "copy", "phrasing": "seen", "expected": {"content": "x"}},
     ]
-    summary = scoring.summarize(items, ['</think>{"a": 1}', "{broken", "x"])
+    outputs = ['</think>{"a": 1}', "{broken", "x"]
+    summary = scoring.summarize(items, [scoring.judge(i, o) for i, o in zip(items, outputs, strict=True)])
     assert summary["exact_pct"] == pytest.approx(66.67)
-    assert summary["structured_exact_pct"] == summary["structured_well_formed_pct"] == 50.0
+    assert summary["structured"]["all"] == {"items": 2, "exact_pct": 50.0, "well_formed_pct": 50.0}
+    assert summary["structured"]["seen_phrasing"]["exact_pct"] == 100.0
+    assert summary["phrasing"]["new"] == {"items": 1, "exact_pct": 0.0, "well_formed_pct": 0.0}
     assert summary["kinds"]["copy"] == {"items": 1, "exact_pct": 100.0, "well_formed_pct": 100.0}
-    assert json.dumps(summary)
+
+
+@pytest.mark.parametrize(("name", "least"), publish.LEAST.items())
+def test_shipped_scores_reach_the_target(name, least):
+    """The committed scores belong to the committed items, add up, and reach what a shipped checkpoint must reach."""
+    scores = json.loads((heldout.Path(heldout.__file__).parents[1] / "heldout" / name).read_text())
+    assert [row["id"] for row in scores["rows"]] == [item["id"] for item in SHIPPED]
+    assert scores["summary"] == scoring.summarize(SHIPPED, [(r["exact"], r["well_formed"]) for r in scores["rows"]])
+    assert scores["summary"]["exact_pct"] >= least
+    seen = scores["summary"]["structured"]["seen_phrasing"]
+    assert seen["exact_pct"] >= 95.0
+    assert seen["well_formed_pct"] >= 99.0
+    for item, row in zip(SHIPPED, scores["rows"], strict=True):
+        if not row["exact"]:
+            assert scoring.judge(item, row["output"]) == (False, row["well_formed"])
