@@ -121,14 +121,16 @@ class TierEngine:
 
     def forward_ptr(self, layer: int, rows: int, top_k: int, x: int, sel: int, weights: int, *, prefill: bool, out: int) -> None:
         """`forward` on addresses (a torch tensor's data_ptr()) of C-contiguous arrays of those dtypes and shapes. Releases the GIL."""
-        code = self._library.glm53_tier_forward(self._open(), layer, rows, top_k, x, sel, weights, int(prefill), out)
+        engine = self._open()
+        code = self._library.glm53_tier_forward(engine.pointer, layer, rows, top_k, x, sel, weights, int(prefill), out)
         if code != 0:
             raise_last(self._library)
 
     @property
     def lane_up(self) -> bool:
         """True while CPU-lane jobs can be submitted."""
-        return bool(self._library.glm53_tier_lane_up(self._open()))
+        engine = self._open()
+        return bool(self._library.glm53_tier_lane_up(engine.pointer))
 
     def wait_lane(self, timeout_s: float) -> bool:
         """Waits until the CPU lane is up; False when it was not within timeout_s."""
@@ -141,7 +143,8 @@ class TierEngine:
 
     def stats(self) -> dict[str, Any]:
         """Counters and state; kernels/tier/stats.h explains each. Byte counts in bytes, `*_us` sums in microseconds."""
-        return self._json(self._library.glm53_tier_stats(self._open()))
+        engine = self._open()
+        return self._json(self._library.glm53_tier_stats(engine.pointer))
 
     def flat_stats(self) -> dict[str, float]:
         """The numbers of `stats` under dotted names, e.g. `picks.hit`, `lane.aborts`."""
@@ -154,10 +157,11 @@ class TierEngine:
 
         Returns records, slots (numbers checked), bad_records (arena slots), bad_slots (device slots).
         """
-        return self._json(self._library.glm53_tier_verify(self._open()))
+        engine = self._open()
+        return self._json(self._library.glm53_tier_verify(engine.pointer))
 
     def close(self) -> None:
-        """Saves the heat and stops the engine's threads. Nobody may be inside `forward`. Closing twice is harmless."""
+        """Saves the heat and stops the engine's threads, once no other thread is inside a call. Closing twice is harmless."""
         self._handle = None
 
     def __enter__(self) -> TierEngine:
@@ -166,10 +170,12 @@ class TierEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> int:
-        if self._handle is None:
+    def _open(self) -> shm_lib.Handle:
+        # A call keeps the handle in a variable: another thread may close the engine meanwhile, and its memory goes with the last user.
+        handle = self._handle
+        if handle is None:
             raise ValueError("the engine is closed")
-        return self._handle.pointer
+        return handle
 
     def _json(self, text: bytes | None) -> dict[str, Any]:
         if text is None:

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import pathlib
 import subprocess
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -326,6 +328,48 @@ def test_a_heat_file_that_cannot_be_read_is_ignored_in_words(module_stage: Stage
         note = engine.stats()["heat_note"]
     assert str(place) in note
     assert "Is a directory" in note
+
+
+class HeldLibrary:
+    """The kernels' library, with `glm53_tier_verify` held at its door."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self.entered = threading.Event()
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+    def glm53_tier_verify(self, pointer: int) -> bytes:
+        """Waits until the test lets it go on."""
+        self.entered.set()
+        assert self.go_on.wait(30)
+        result: bytes = self._library.glm53_tier_verify(pointer)
+        return result
+
+
+def test_an_engine_that_is_closed_during_a_call_ends_after_it(module_stage: Stage) -> None:
+    """The worker shuts down while another thread re-reads the records: their memory goes when the call is through, not before."""
+    engine = module_stage.engine(mode="exact")
+    library = HeldLibrary(engine._library)
+    engine._library = library  # type: ignore[assignment]
+    assert engine._handle is not None
+    close, ended = engine._handle._close, threading.Event()
+    engine._handle._close = lambda pointer: (close(pointer), ended.set())
+    reports: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: reports.append(engine.verify()))
+    thread.start()
+    assert library.entered.wait(30)
+    engine.close()
+    assert not ended.is_set()
+    library.go_on.set()
+    thread.join(30)
+    assert ended.wait(30)
+    assert reports[0]["records"] > 0
+    assert reports[0]["bad_records"] == []
+    with pytest.raises(ValueError, match="closed"):
+        engine.stats()
 
 
 def test_a_caller_that_flushes_denormals_gets_the_same_bits(module_stage: Stage, oracle: Oracle) -> None:
