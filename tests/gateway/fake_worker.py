@@ -73,6 +73,7 @@ class Finish:
 
     reason: int = pb.FINISH_REASON_STOP
     cached: int = 0
+    stop_string: str = ""
 
 
 @dataclass
@@ -224,6 +225,7 @@ def _finished(request: pb.GenerateRequest, step: Finish, said: int) -> pb.Genera
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=said + (step.reason == pb.FINISH_REASON_STOP),
             cached_tokens=step.cached,
+            stop_string=step.stop_string,
         )
     )
 

@@ -134,6 +134,15 @@ def test_a_model_that_skips_its_thinking_has_answered(stack: Stack) -> None:
     assert stream(stack).text("reasoning_content") == "Paris"
 
 
+def test_a_stop_string_inside_reasoning_leaves_it_reasoning(stack: Stack) -> None:
+    """A thought that a stop string cut is no answer: content is null, streamed or not."""
+    stack.play(Say("7 + 5"), Finish(stop_string="="))
+    choice, _ = both_ways(stack, stop=["="])
+    assert choice["message"]["content"] is None
+    assert choice["message"]["reasoning_content"] == "7 + 5"
+    assert choice["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
