@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
-from services.gateway import admin, anthropic, errors, native, openapi, responses, routes
+from services.gateway import admin, anthropic, errors, native, openapi, responses, routes, tracing
 from services.gateway.access.admission import AccessPolicy
 from services.gateway.access.cancels import Canceller
 from services.gateway.access.control import AccessControl, KeyFinder
@@ -38,23 +38,30 @@ from services.gateway.stores import Stores
 from services.gateway.worker_client import WorkerClient
 from services.gateway.worker_watch import WorkerWatch, stop
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 log = logging.getLogger(__name__)
 
 _LIMIT_HEADERS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 
 
-def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None = None) -> FastAPI:
+def create_app(
+    settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None = None, traces: TracerProvider | None = None
+) -> FastAPI:
     """The gateway.
 
     Args:
         settings: the gateway's settings.
         worker: the worker; closed with the app.
         link: the way to Redis; made from the settings when None. Closed with the app.
+        traces: takes spans; made from the settings when None. Shut down with the app.
 
     Raises:
-        ConfigError: the key file or the Redis URL cannot be used.
+        ConfigError: the key file, the Redis URL or the endpoint for traces cannot be used.
     """
     services = _services(settings, worker, link or _link(settings))
+    traces = traces or (tracing.provider_for(settings.otlp_endpoint) if settings.otlp_endpoint else None)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -68,6 +75,8 @@ def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink 
             await worker.close()
             if services.link is not None:
                 await services.link.close()
+            if traces is not None:
+                await tracing.shut_down(traces)
 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
@@ -92,6 +101,8 @@ def create_app(settings: GatewaySettings, worker: WorkerClient, link: RedisLink 
             expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms", *_LIMIT_HEADERS],
             max_age=600,
         )
+    if traces is not None:
+        app.add_middleware(tracing.TraceRequests, provider=traces)
     app.add_middleware(RequestScope, traffic=services.traffic, metrics=services.metrics)
     app.add_exception_handler(Glm53Error, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -116,6 +116,11 @@ class GatewaySettings(ServiceSettings):
     redis_timeout_ms: int = Field(
         50, validation_alias="GLM53_REDIS_TIMEOUT_MS", ge=1, le=10_000, description="A Redis call that takes longer counts as failed."
     )
+    otlp_endpoint: str = Field(
+        "",
+        validation_alias="GLM53_OTLP_ENDPOINT",
+        description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the extra `otel`.",
+    )
     worker_metrics: bool = Field(
         True,
         validation_alias="GLM53_WORKER_METRICS",

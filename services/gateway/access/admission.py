@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.keys import ApiKey
 from services.gateway.access.limits import Charge, Counters, Lease, Limit, Standing, Verdict, limits_of
 from services.gateway.errors import RateLimited
@@ -114,6 +115,7 @@ class Admission:
         self._charged_tokens = 0
         self._real_tokens = 0
         self.standings: tuple[Standing, ...] = ()
+        self.finished: list[pb.Finished] = []
 
     async def charge(self, tokens: int) -> None:
         """Charges one generation before it runs; the request itself counts once, however many it has.

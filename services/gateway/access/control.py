@@ -62,6 +62,8 @@ class AccessControl:
             await self._refuse(error, scope, receive, send)
             return
 
+        scope["state"]["admission"] = admission
+
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start" and admission.standings:
                 MutableHeaders(scope=message).update(admission.headers())

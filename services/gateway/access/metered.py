@@ -85,6 +85,7 @@ class MeteredClient:
                     taken += len(request.prompt_token_ids)
                 elif kind == "finished":
                     taken = event.finished.prompt_tokens + event.finished.completion_tokens
+                    admission.finished.append(event.finished)
                 yield event
         finally:
             # A request that was cut off has cost what was computed for it.

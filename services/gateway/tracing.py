@@ -1,0 +1,116 @@
+"""OpenTelemetry traces, with the optional extra `otel`: one span a request, none an event of a stream.
+
+Prompts and answers are never part of a span. A caller's `traceparent` is continued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.errors import ConfigError
+from services.gateway.access.control import OPEN_PATHS
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+_SERVICE = "glm53-gateway"
+_EXPORT_TIMEOUT_S = 5
+_MAX_QUEUED_SPANS = 2048
+
+
+def provider_for(endpoint: str) -> TracerProvider:
+    """Sends spans to an OTLP/HTTP endpoint in the background; what it cannot take is dropped.
+
+    Args:
+        endpoint: http://collector:4318/v1/traces.
+
+    Raises:
+        ConfigError: the extra is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ConfigError("GLM53_OTLP_ENDPOINT needs the optional packages: pip install '.[otel]'", param="GLM53_OTLP_ENDPOINT") from None
+    provider = TracerProvider(resource=Resource.create({"service.name": _SERVICE}))
+    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED_SPANS))
+    return provider
+
+
+class TraceRequests:
+    """ASGI middleware: a span around every request but those of probes and scrapers.
+
+    Args:
+        app: what is traced.
+        provider: takes the spans.
+    """
+
+    def __init__(self, app: ASGIApp, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._app = app
+        self._tracer = provider.get_tracer(_SERVICE)
+        self._extract = TraceContextTextMapPropagator().extract
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        from opentelemetry.trace import SpanKind
+
+        headers = Headers(scope=scope)
+        parent = self._extract({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
+        span = self._tracer.start_span(scope["method"], context=parent, kind=SpanKind.SERVER)
+        status: int | None = None
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif message["type"] == "http.response.body" and message.get("body") and not scope["state"].get("began"):
+                scope["state"]["began"] = True
+                span.add_event("first byte")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            route = getattr(scope.get("route"), "path", "unknown")
+            span.update_name(f"{scope['method']} {route}")
+            span.set_attributes({"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status or 499})
+            span.set_attributes(_attributes(scope["state"]))
+            span.end()
+
+
+def _attributes(state: dict[str, Any]) -> dict[str, str | int | float]:
+    """What the request was, as far as it came."""
+    found: dict[str, str | int | float] = {"glm53.request_id": state.get("request_id", "")}
+    if key := state.get("key"):
+        found["glm53.key_id"] = key.id
+    admission = state.get("admission")
+    if admission is not None and admission.finished:
+        done = admission.finished
+        found |= {
+            "gen_ai.system": "glm53-offload",
+            "gen_ai.operation.name": "chat",
+            "gen_ai.usage.input_tokens": sum(finished.prompt_tokens for finished in done),
+            "gen_ai.usage.output_tokens": sum(finished.completion_tokens for finished in done),
+            "glm53.cached_tokens": sum(finished.cached_tokens for finished in done),
+            "glm53.queue_s": max(finished.queue_s for finished in done),
+            "glm53.prefill_s": max(finished.prefill_s for finished in done),
+            "glm53.decode_s": max(finished.decode_s for finished in done),
+        }
+    return found
+
+
+async def shut_down(provider: TracerProvider) -> None:
+    """Sends what is left; takes at most as long as one export may."""
+    await asyncio.to_thread(provider.shutdown)

@@ -1,0 +1,105 @@
+"""Traces: one span a request with what it cost, never with what was said."""
+
+from __future__ import annotations
+
+import builtins
+import gzip
+import http.server
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from services.common.errors import ConfigError
+from services.gateway import tracing
+from tests.gateway.events import stream
+from tests.gateway.fake_worker import Finish, Say, Script
+from tests.gateway.stack import Stack, until
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Takes spans over OTLP/HTTP."""
+
+    spans: list[Any] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        request = ExportTraceServiceRequest.FromString(body)
+        Collector.spans += [span for resource in request.resource_spans for scope in resource.scope_spans for span in scope.spans]
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def collector() -> Iterator[str]:
+    Collector.spans = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
+
+
+def test_every_request_is_one_span_with_its_cost_and_without_its_words(collector: str) -> None:
+    """Streamed or whole: route, status, tokens, times; the caller's trace is continued; probes make none; nothing of prompt or answer."""
+    stack = Stack(otlp_endpoint=collector)
+    stack.worker.script = Script((Say("</think>secret answer"), Finish()))
+    messages = [{"role": "user", "content": "secret question"}]
+    assert stream(stack, messages=messages).text("content") == "secret answer"
+    traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    stack.http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages}, headers=traced)
+    stack.post(temperature=-1)
+    for path in ("/health", "/metrics"):
+        stack.http.get(path)
+    # Closing sends what is left.
+    stack.close()
+    until(lambda: len(Collector.spans) >= 3, "the spans arrived")
+    assert len(Collector.spans) == 3
+    found = [attributes(span) for span in Collector.spans]
+    assert [span.name for span in Collector.spans] == ["POST /v1/chat/completions"] * 3
+    assert [row["http.response.status_code"] for row in found] == [200, 200, 400]
+    for row in found[:2]:
+        assert row["gen_ai.usage.input_tokens"] > 0
+        assert row["gen_ai.usage.output_tokens"] > 2
+        assert row["glm53.key_id"] == "anonymous"
+    assert "gen_ai.usage.input_tokens" not in found[2]
+    assert (Collector.spans[1].trace_id.hex(), Collector.spans[1].parent_span_id.hex()) == (TRACE, PARENT)
+    assert [event.name for event in Collector.spans[0].events] == ["first byte"]
+    assert "secret" not in repr(Collector.spans)
+
+
+def test_without_the_extra_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clear error instead of a traceback."""
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ConfigError, match="otel"):
+        tracing.provider_for("http://127.0.0.1:1/v1/traces")
+
+
+def test_a_collector_that_is_away_costs_no_request() -> None:
+    """Spans are dropped, requests are answered, the end is not held up for long."""
+    stack = Stack(otlp_endpoint="http://127.0.0.1:1/v1/traces")
+    stack.worker.script = Script((Say("</think>x"), Finish()))
+    assert stack.post().status_code == 200
+    stack.close()
