@@ -365,7 +365,7 @@ void band_of(const BandArgs& args) {
     rearrange_row<S, K>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * stride, kColumnTiles * stride,
                         block.planar[b % 2] + kt * kTileBytes);
   };
-  if (!planar) {
+  if (!planar && args.first_group * length < end) { /* late groups may be empty */
     for (int kt = 0; kt < kColumnTiles; ++kt) rearrange(args.first_group * length, kt);
   }
   for (uint32_t b = args.first_group * length; b < end; ++b) {
