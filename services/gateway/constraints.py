@@ -34,11 +34,13 @@ class Wanted:
         kind: as the worker names it.
         text: schema, expression or grammar.
         param: the request's field.
+        part: of a grammar, how it reads as a part of a larger one; empty when it cannot be one.
     """
 
     kind: Kind
     text: str
     param: str
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _with_tools(wanted: Wanted | None, demand: ToolDemand, language: Language) -
         return Wanted("lark", grammar.calls(several=demand.several), "tool_choice")
     if wanted is None:
         return Wanted("lark", grammar.text_with_calls(several=demand.several), "tools")
+    if wanted.part:
+        return Wanted("lark", grammar.calls_or(wanted.part, "", several=demand.several), wanted.param)
     if wanted.kind == "lark":
         raise InvalidRequest(f"{wanted.param}: a grammar and tools cannot be combined; send tool_choice none.", param=wanted.param)
     if wanted.kind == "regex":
@@ -170,7 +174,8 @@ def _form(name: str, value: Any, param: str) -> Wanted:
     if name == "regex":
         return Wanted("regex", value, param)
     if name == "choice":
-        return Wanted("lark", f"%llguidance {{}}\nstart: {' | '.join(map(literal, value))}\n", param)
+        part = " | ".join(map(literal, value))
+        return Wanted("lark", f"%llguidance {{}}\nstart: {part}\n", param, part)
     return Wanted("lark", value, param)
 
 

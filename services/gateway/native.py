@@ -73,7 +73,7 @@ async def tokenize(request: Request) -> Response:
     tokens: list[Any]
     count: int | list[int]
     if body.messages is not None:
-        chat = parse(ChatRequest, {"model": ready.info.model_name, **{k: v for k, v in raw.items() if k != "add_special_tokens"}})
+        chat = parse(ChatRequest, raw | {"model": ready.info.model_name})
         refuse_unsupported(chat)
         prompt = await render(chat, ready.language, services_of(request).settings)
         tokens, count = prompt.token_ids, len(prompt.token_ids)
@@ -188,7 +188,8 @@ def _refuse(body: GenerateBody) -> None:
 async def _generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job:
     """The same jobs as /v1/completions, with SGLang's answer."""
     sampling = body.sampling_params or NativeSampling()
-    fields = {_NAMES.get(name, name): value for name, value in sampling.model_dump(exclude_none=True).items()}
+    known = sampling.model_dump(include=set(NativeSampling.model_fields), exclude_none=True)
+    fields = {_NAMES.get(name, name): value for name, value in known.items()}
     first = -1 if body.logprob_start_len is None else body.logprob_start_len
     scored = bool(body.return_logprob) and first >= 0
     if sampling.max_new_tokens == 0 and not scored:
