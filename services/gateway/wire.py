@@ -19,8 +19,12 @@ def named_event(payload: dict[str, Any]) -> bytes:
     return b"event: " + str(payload["type"]).encode() + b"\n" + data_event(payload)
 
 
+# Made once: json.dumps with options makes an encoder for every call.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
 def _json(payload: dict[str, Any]) -> bytes:
-    return json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(payload).encode()
 
 
 class Wire:
