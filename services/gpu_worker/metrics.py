@@ -129,6 +129,10 @@ class EngineMetrics:
         return generate_latest(self.registry)
 
 
+# vLLM's label for one of several engines behind one API; a worker is one engine.
+_ENGINE = "0"
+
+
 class VllmMetrics:
     """The part of vLLM's metric family that applies here, under its exact names.
 
@@ -139,13 +143,13 @@ class VllmMetrics:
 
     def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
         def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=registry).labels(model_name)
+            return Histogram(name, text, ["model_name", "engine"], buckets=_SECONDS, registry=registry).labels(model_name, _ENGINE)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+            return Counter(name, text, ["model_name", "engine"], registry=registry).labels(model_name, _ENGINE)
 
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ["model_name"], registry=registry).labels(model_name)
+            return Gauge(name, text, ["model_name", "engine"], registry=registry).labels(model_name, _ENGINE)
 
         self._model_name = model_name
         self.first_token = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
@@ -153,7 +157,9 @@ class VllmMetrics:
         self._whole = histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
         self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
         self._generated = counter("vllm:generation_tokens", "Tokens sampled by ended requests.")
-        self._success = Counter("vllm:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=registry)
+        self._success = Counter(
+            "vllm:request_success", "Finished requests.", ["model_name", "engine", "finished_reason"], registry=registry
+        )
         self._running = gauge("vllm:num_requests_running", "Requests in prefill or decode.")
         self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
         self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the reserved context memory in use, 0..1.")
@@ -170,7 +176,7 @@ class VllmMetrics:
         self._prompt.inc(request.num_prefilled)
         self._generated.inc(request.num_generated)
         if request.finish_reason is not None:
-            self._success.labels(self._model_name, _VLLM_REASONS[request.finish_reason]).inc()
+            self._success.labels(self._model_name, _ENGINE, _VLLM_REASONS[request.finish_reason]).inc()
 
 
 def counter_value(counter: Counter) -> float:

@@ -400,8 +400,8 @@ def test_stats_count_what_happened(worker: RunningWorker) -> None:
     text = answer.prometheus_text.decode()
     assert 'glm53_expert_picks_total{lane="hit",layer="0"}' in text
     assert "glm53_decode_tokens_total" in text
-    assert 'vllm:generation_tokens_total{model_name="glm-5.3-tiny"}' in text
-    assert 'vllm:request_success_total{finished_reason="length",model_name="glm-5.3-tiny"}' in text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="glm-5.3-tiny"}' in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="glm-5.3-tiny"}' in text
     families = {family.name for family in text_string_to_metric_families(text)}
     assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds", "glm53_queue_wait_seconds"} <= families
 
