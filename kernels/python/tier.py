@@ -44,6 +44,7 @@ class TierEngine:
         heat_file: str | None = None,
         heat_period_s: int = 180,
         min_cpu_experts: int | None = None,
+        min_cpu_every: int | None = None,
         ct_a_us: float | None = None,
         ct_b_us: float | None = None,
         ct_tzc_us: float | None = None,
@@ -55,6 +56,7 @@ class TierEngine:
         region: needed for mode fast with backend shm. num_slots: records that fit into the device, default a third of all.
         admit_after: a record is admitted at its k-th touch. ct_timeout_ms: a lane job that takes longer is abandoned and computed here.
         min_cpu_experts: misses of a decode step that go to the CPU lane even without gain, default the device's (1 on the CPU).
+        min_cpu_every: in every so manieth step of a layer, default 1 when min_cpu_experts is given, else the device's (11 on the CPU).
         ct_a_us, ct_b_us, ct_tzc_us: override the measured costs: fixed per lane job, per expert of it, per record read in place.
         caller_runs: the calling thread plans instead of handing each step to the controller's thread and waiting for it.
         planner "fuzz" (tests) draws random legal placements from `seed`.
@@ -82,6 +84,7 @@ class TierEngine:
             "heat_file": heat_file,
             "heat_period_s": heat_period_s,
             "min_cpu_experts": min_cpu_experts,
+            "min_cpu_every": min_cpu_every,
             "ct_a_us": ct_a_us,
             "ct_b_us": ct_b_us,
             "ct_tzc_us": ct_tzc_us,

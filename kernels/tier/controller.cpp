@@ -11,6 +11,11 @@ PlannerOptions planner_options(const TierOptions& options, const Device& device)
   PlannerOptions planner = options.planner;
   planner.min_cpu_experts =
       options.min_cpu_experts >= 0 ? static_cast<uint32_t>(options.min_cpu_experts) : device.default_min_cpu_experts();
+  if (options.min_cpu_every > 0) {
+    planner.min_cpu_every = static_cast<uint32_t>(options.min_cpu_every);
+  } else {
+    planner.min_cpu_every = options.min_cpu_experts >= 0 ? 1 : device.default_min_cpu_every();
+  }
   return planner;
 }
 

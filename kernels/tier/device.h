@@ -25,6 +25,8 @@ class Device {
   virtual const char* name() const = 0;
   // Planner default: how many misses of a decode step go to the CPU lane even where the cost model sees no gain.
   virtual uint32_t default_min_cpu_experts() const = 0;
+  // ... and in every so manieth step of a layer.
+  virtual uint32_t default_min_cpu_every() const = 0;
 
   // Makes the request's picks and activations readable by the host.
   virtual void stage(StepRequest* request) = 0;
@@ -62,6 +64,9 @@ class CpuDevice final : public Device {
 
   const char* name() const override { return "cpu"; }
   uint32_t default_min_cpu_experts() const override { return 1; }
+  // A prime, so that with any usual number of layers every layer has its turn. More often would only cost: on one machine's own cores the
+  // other process gains nothing for experts this small.
+  uint32_t default_min_cpu_every() const override { return 11; }
   void stage(StepRequest* request) override;
   void signal(SeqWord* word, uint64_t pass) override { word->post(pass); }
   void wait(SeqWord* word, uint64_t pass, const char* what) override;

@@ -104,6 +104,7 @@ TierOptions parse_tier_options(const std::string& text) {
             {"ct_timeout_ms", number("ct_timeout_ms", &o.ct_timeout_ms, 1, 600000)},
             {"heartbeat_timeout_ms", number("heartbeat_timeout_ms", &o.heartbeat_timeout_ms, 1, 600000)},
             {"min_cpu_experts", number("min_cpu_experts", &o.min_cpu_experts, -1, 65536)},
+            {"min_cpu_every", number("min_cpu_every", &o.min_cpu_every, -1, 1e9)},
             {"spin_us", number("spin_us", &o.spin_us, 0, 100000)},
             {"caller_runs", choice<bool>("caller_runs", &o.caller_runs, {{"0", false}, {"1", true}})},
             {"ct_a_us", number("ct_a_us", &o.costs.ct_a_us, -1, 1e9)},

@@ -24,6 +24,7 @@ struct TierOptions {
   uint64_t ct_timeout_ms = 500;          // a job that takes longer is abandoned
   uint64_t heartbeat_timeout_ms = 1000;  // a server that shows no life for longer is off
   int64_t min_cpu_experts = -1;          // -1: the device's default
+  int64_t min_cpu_every = -1;            // -1: 1 when min_cpu_experts is given, else the device's default
   int64_t spin_us = 30;                  // polling before every sleep
   bool caller_runs = true;               // the waiting thread may do the controller's work (tier/controller.h)
   CostOverrides costs;

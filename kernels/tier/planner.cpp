@@ -86,7 +86,8 @@ bool Planner::land(PlanEntry* entry, uint32_t id, uint64_t pass, int32_t slot) {
   return true;
 }
 
-uint32_t Planner::choose_num_cpu(const StepRequest& request, const LaneLimits& limits, const StepPlan& plan) const {
+uint32_t Planner::choose_num_cpu(const StepRequest& request, const LaneLimits& limits, const StepPlan& plan) {
+  const uint32_t least = decode_steps_++ % options_.min_cpu_every == 0 ? options_.min_cpu_experts : 0;
   double device = 0;
   for (const PlanEntry& entry : plan.entries) device += device_us(request, entry);
   double best = device;
@@ -101,7 +102,7 @@ uint32_t Planner::choose_num_cpu(const StepRequest& request, const LaneLimits& l
     kernel_sum += costs_.kernel_us(request.layer, entry->count);
     device -= device_us(request, *entry);
     const double slowest = std::max(device, costs_.cpu_job_us(count, kernel_sum));
-    if (slowest < best || count <= options_.min_cpu_experts) {
+    if (slowest < best || count <= least) {
       best = slowest;
       best_count = count;
     }

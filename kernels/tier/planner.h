@@ -17,6 +17,7 @@ struct PlannerOptions {
   uint32_t max_admissions = 8;   // per layer step: a burst of new experts must not stall it on copies
   float admit_margin = 1.1f;     // a newcomer must be this much hotter than the victim: no flapping between equals
   uint32_t min_cpu_experts = 0;  // when the CPU lane is up, at least so many misses of a decode step use it
+  uint32_t min_cpu_every = 1;    // ... of every so manieth decode step of a layer, counted over all layers
   bool fuzz = false;             // tests: random legal lanes, admissions, evictions
   uint64_t seed = 0;
 };
@@ -46,7 +47,7 @@ class Planner {
   void place_at_random(const StepRequest& request, const LaneLimits& limits, uint64_t passes_done, StepPlan* plan);
   void admit(const StepRequest& request, uint64_t passes_done, StepPlan* plan);
   bool land(PlanEntry* entry, uint32_t id, uint64_t pass, int32_t slot);
-  uint32_t choose_num_cpu(const StepRequest& request, const LaneLimits& limits, const StepPlan& plan) const;
+  uint32_t choose_num_cpu(const StepRequest& request, const LaneLimits& limits, const StepPlan& plan);
   double device_us(const StepRequest& request, const PlanEntry& entry) const;
 
   const PlannerOptions options_;
@@ -55,6 +56,7 @@ class Planner {
   SlotTable& slots_;
   CostModel& costs_;
   PlannerCounters counters_;
+  uint64_t decode_steps_ = 0;  // layer steps planned by cost with the CPU lane up
   std::mt19937_64 random_;
   std::vector<PlanEntry*> misses_;  // of the step, coldest first
 };

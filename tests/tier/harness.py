@@ -153,8 +153,9 @@ class Stage:
         return segments.ctl_path(self.shm_dir, self.instance)
 
     def engine(self, **options: Any) -> TierEngine:
-        """An engine with timeouts fit for tests."""
-        return TierEngine(self.arena, self.region, **{"ct_timeout_ms": 400, "heartbeat_timeout_ms": 400, **options})
+        """An engine with timeouts fit for tests that gives the CPU lane work in every step, unless told otherwise."""
+        usual = {"ct_timeout_ms": 400, "heartbeat_timeout_ms": 400, "min_cpu_experts": 1}
+        return TierEngine(self.arena, self.region, **{**usual, **options})
 
     def restart_region(self, **geometry: int) -> None:
         """What a restarted worker does: a new region over the old one."""
