@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -24,9 +25,11 @@ STABLE_S = 60.0
 MAX_BOOT_FAILURES = 5
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
     # Runs in the child between fork and exec. If the supervisor is killed with SIGKILL, nobody else would stop the services.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)  # it died before we asked to be told
 
 
 def describe_exit(code: int) -> str:
@@ -76,7 +79,7 @@ class Service:
             env=dict(self.env),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(_die_with, os.getpid()),
         )
         self.started_at = time.monotonic()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import IO
 import pytest
 
 from cli.instance import Instance
-from cli.process import MAX_BOOT_FAILURES, Service, describe_exit
+from cli.process import MAX_BOOT_FAILURES, Service, _die_with, describe_exit
 from cli.serve import Supervisor
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
@@ -98,6 +99,13 @@ def test_exits_are_described_in_words() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL (out of memory?)"
     assert describe_exit(2) == "exited with code 2"
     assert describe_exit(-40) == "was killed by signal 40"
+
+
+def test_a_child_whose_supervisor_is_gone_already_ends() -> None:
+    """A supervisor that dies between fork and exec leaves no service behind that nobody would stop."""
+    for parent, code in ((os.getpid(), 0), (os.getppid(), 1)):
+        with subprocess.Popen(python("pass"), preexec_fn=functools.partial(_die_with, parent)) as child:
+            assert child.wait(20) == code
 
 
 @pytest.fixture

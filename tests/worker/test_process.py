@@ -153,6 +153,11 @@ def test_boot_failures_have_their_exit_codes(
     typo = launch(checkpoint_dir, GLM53_MODELDIR="x")
     assert typo.exit_code() == ExitCode.CONFIG
     assert "did you mean GLM53_MODEL_DIR" in typo.log.read_text()
+    for setting, place in (("GLM53_SHM_DIR", tmp_path / "missing"), ("GLM53_HEAT_FILE", tmp_path / "missing" / "heat")):
+        misplaced = launch(checkpoint_dir, **{setting: str(place)})
+        assert misplaced.exit_code() == ExitCode.CONFIG
+        assert f"{setting}={place}" in misplaced.log.read_text()
+        assert "Traceback" not in misplaced.log.read_text()
     broken = random_checkpoint.write(tmp_path / "broken", Recipe(num_layers=3, num_experts=8))
     with (broken / "model.safetensors").open("r+b") as stream:
         stream.truncate(100_000)
