@@ -32,6 +32,12 @@ def status_of(error: errors.Glm53Error) -> grpc.StatusCode:
     return grpc.StatusCode.INTERNAL
 
 
+def has_error(rpc_error: Any) -> bool:
+    """True when the worker itself raised it: then the whole error is in the metadata."""
+    metadata = rpc_error.trailing_metadata() if hasattr(rpc_error, "trailing_metadata") else None
+    return any(key == ERROR_METADATA_KEY for key, _ in metadata or ())
+
+
 def error_of(rpc_error: Any) -> errors.Glm53Error:
     """The error that a worker raised, or the best match when the worker could not tell (it died, it was unreachable).
 

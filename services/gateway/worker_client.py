@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from services.common import errors
-from services.common.grpc_status import error_of
+from services.common.grpc_status import error_of, has_error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gateway.parser import Vocabulary
@@ -152,11 +152,12 @@ class GrpcWorkerClient:
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.CANCELLED and not has_error(error):
+                raise _broken_off() from None
             raise error_of(error) from None
         except asyncio.CancelledError:
             if call.cancelled() and not _being_cancelled():
-                # Whoever asks the worker to cancel hears it as a finish reason: this is a worker that goes away.
-                raise errors.NotReady("the worker broke off the generation", retry_after_s=1.0) from None
+                raise _broken_off() from None
             raise
         finally:
             call.cancel()
@@ -166,6 +167,11 @@ class GrpcWorkerClient:
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = None
+
+
+def _broken_off() -> errors.NotReady:
+    """A generation that somebody asked to cancel ends with a finish reason: a bare CANCELLED is a worker that goes away."""
+    return errors.NotReady("the worker broke off the generation", retry_after_s=1.0)
 
 
 def _being_cancelled() -> bool:
