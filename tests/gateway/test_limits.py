@@ -47,7 +47,7 @@ async def counters(request: pytest.FixtureRequest) -> AsyncIterator[Counters]:
     if request.param == "fakeredis":
         link = RedisLink(fakeredis.FakeAsyncRedis(), timeout_s=5.0)
     else:
-        link = RedisLink.connect(request.getfixturevalue("redis_server").url, timeout_s=5.0)
+        link = RedisLink.connect(request.getfixturevalue("redis_server").url, timeout_s=20.0)
         await link.client.flushall()
     yield RedisCounters(link)
     await link.close()
