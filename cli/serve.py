@@ -126,11 +126,14 @@ class Supervisor:
         self._instance.record_children({s.name: s.process.pid for s in self._services if s.process is not None})
 
     def _check_boot(self) -> int | None:
-        health = self._health()
-        if health is not None and health.get("status") == "ok":
+        health = self._health() or {}
+        if health.get("status") == "ok":
             self._announce(health)
             return None
-        step = loading_step(health or {})
+        if health.get("broken"):
+            log.error("cannot serve this checkpoint: %s", health.get("reason"))
+            return ExitCode.BOOT
+        step = loading_step(health)
         if step and step != self._last_step:
             self._last_step = step
             log.info("loading: %s", step)
@@ -138,7 +141,7 @@ class Supervisor:
             log.error(
                 "not ready after %g s (GLM53_BOOT_TIMEOUT_S); last step: %s",
                 self._settings.boot_timeout_s,
-                step or "unknown",
+                step or health.get("reason") or "unknown",
             )
             return ExitCode.BOOT
         return None
@@ -190,9 +193,9 @@ class Supervisor:
 
 
 def loading_step(health: Mapping[str, Any]) -> str:
-    """What a service that is not ready is doing, in words; "" when /health does not say."""
-    step = str(health.get("step") or health.get("reason") or "")
-    return f"{health.get('progress', 0):.0%} {step}" if health.get("step") else step
+    """What a worker that is not ready is doing, in words; "" when /health does not say."""
+    step = str(health.get("step") or "")
+    return f"{health.get('progress', 0):.0%} {step}" if step else ""
 
 
 def tell(text: str) -> None:

@@ -166,7 +166,7 @@ def _call_style(template: jinja2.Template) -> CallStyle:
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
         rendered = template.render(messages=messages, tools=None, add_generation_prompt=False)
-    except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError):
+    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return CallStyle()
     found = _STYLE.search(rendered)
     return CallStyle(*found.groups()) if found else CallStyle()

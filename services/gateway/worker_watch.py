@@ -158,6 +158,8 @@ class WorkerWatch:
             }
         if self._problem is not None:
             body["reason"] = self._problem.message
+        if isinstance(self._problem, CheckpointError):
+            body["broken"] = True  # waiting does not help
         return body
 
 

@@ -177,6 +177,7 @@ def test_a_worker_with_a_broken_template_is_not_ready() -> None:
         response = stack.http.get("/health")
         assert response.status_code == 503
         assert "chat_template.jinja" in response.json()["reason"]
+        assert response.json()["broken"] is True
         check_error(stack.post(), None, 503)
     finally:
         stack.close()

@@ -219,6 +219,14 @@ def test_a_broken_template_is_a_checkpoint_error(source: str) -> None:
         ChatTemplate(source, TOKENIZER)
 
 
+@pytest.mark.parametrize("source", ["{{ 1 // (messages | length - 2) }}", "{{ messages[7].content }}", "{{ [].pop() }}", "{{ none + 1 }}"])
+def test_a_template_that_fails_on_calls_still_loads(source: str) -> None:
+    """A template may fail on conversations with tool calls, however it fails: it serves those on which it does not."""
+    assert (
+        ChatTemplate("{% if messages | length == 2 %}" + source + "{% endif %}ok", TOKENIZER).prompt([USER], [], Thinking("max")).token_ids
+    )
+
+
 def test_a_template_cannot_reach_python() -> None:
     """Templates run in a sandbox: attributes that lead out of it are refused."""
     template = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", TOKENIZER)

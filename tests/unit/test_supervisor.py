@@ -322,7 +322,7 @@ def stop_when(condition: Callable[[], bool]) -> threading.Thread:
 
 
 def test_loading_shows_its_steps_and_then_the_mode(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each step that /health names is logged once with the progress, also the reason why a worker cannot be asked."""
+    """Each step that /health names is logged once, with the progress; then the mode with its reason."""
     port = free_port()
     layer = {"status": "loading", "progress": 0.25, "step": "experts of layer 3"}
     run = supervisor(tmp_path, port, gateway=gateway(port, {"status": "unreachable", "reason": "no socket"}, layer, layer, READY))
@@ -330,8 +330,17 @@ def test_loading_shows_its_steps_and_then_the_mode(tmp_path: Path, caplog: pytes
     thread = stop_when(lambda: "mode fast" in caplog.text)
     assert run.run() == ExitCode.OK
     thread.join()
-    assert [m for m in caplog.messages if m.startswith("loading")] == ["loading: no socket", "loading: 25% experts of layer 3"]
+    assert [m for m in caplog.messages if m.startswith("loading")] == ["loading: 25% experts of layer 3"]
     assert "mode fast: it fits" in caplog.messages
+
+
+def test_a_checkpoint_that_the_gateway_cannot_use_stops_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What no waiting heals ends the start with the boot code and its reason, not with the boot timeout."""
+    port = free_port()
+    answer = {"status": "unreachable", "reason": "chat_template.jinja line 3: no end", "broken": True}
+    run = supervisor(tmp_path, port, gpu_worker=SLEEP, gateway=gateway(port, answer))
+    assert run.run() == ExitCode.BOOT
+    assert "chat_template.jinja line 3: no end" in caplog.text
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
