@@ -97,15 +97,15 @@ def test_both_headers_carry_a_key(locked: Stack, keys: dict[str, str]) -> None:
 
 def test_the_official_client_names_the_refusal(locked: Stack, keys: dict[str, str]) -> None:
     """openai raises AuthenticationError and PermissionDeniedError with our code."""
-    client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0)
-    with pytest.raises(openai.AuthenticationError) as caught:
-        client.models.list()
-    assert caught.value.code == "invalid_api_key"
-    client = openai.OpenAI(base_url=f"{locked.url}/v1", api_key=keys["other"], max_retries=0)
-    with pytest.raises(openai.PermissionDeniedError) as denied:
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
-    assert denied.value.code == "model_not_allowed"
-    assert list(client.models.list()) == []
+    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.models.list()
+        assert caught.value.code == "invalid_api_key"
+    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=keys["other"], max_retries=0) as client:
+        with pytest.raises(openai.PermissionDeniedError) as denied:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+        assert denied.value.code == "model_not_allowed"
+        assert list(client.models.list()) == []
 
 
 def test_an_expired_key_is_unknown(locked: Stack, keys: dict[str, str]) -> None:

@@ -379,11 +379,11 @@ def test_the_official_client_raises_rate_limit_error(limited: tuple[Stack, dict[
     """openai.RateLimitError with our code."""
     stack, keys = limited
     in_one_minute()
-    client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key=keys["rpm"], max_retries=0)
-    for _ in range(2):
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    with openai.OpenAI(base_url=f"{stack.url}/v1", api_key=keys["rpm"], max_retries=0) as client:
+        for _ in range(2):
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert caught.value.code == "rate_limit_exceeded"
 
 

@@ -245,23 +245,22 @@ def test_bad_fields_are_named(stack: Stack, fields: dict[str, Any], param: str) 
 
 def test_the_official_client(stack: Stack) -> None:
     """openai-python: create, stream, tools round trip, retrieve, delete, errors."""
-    client = stack.client()
-    stack.play(Say(FULL), Finish())
-    made = client.responses.create(model=MODEL, input="Hello", tools=[{**TOOL, "strict": False}])  # type: ignore[list-item]
-    assert made.output_text == "So "
-    call = made.output[-1]
-    assert call.type == "function_call"
-    with client.responses.stream(model=MODEL, input="Hello", tools=[{**TOOL, "strict": False}]) as streaming:  # type: ignore[list-item]
-        texts = [event.delta for event in streaming if event.type == "response.output_text.delta"]
-        final = streaming.get_final_response()
-    assert "".join(texts) == final.output_text == "So "
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
-    stack.play(Say("</think>42"), Finish())
-    answer = client.responses.create(model=MODEL, input=[result], previous_response_id=made.id)  # type: ignore[list-item]
-    assert answer.output_text == "42"
-    assert "<tool_response>42</tool_response>" in prompt_of(stack)
-    assert client.responses.retrieve(answer.id).output_text == "42"
-    client.responses.delete(answer.id)
-    with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(answer.id)
-    client.close()
+    with stack.client() as client:
+        stack.play(Say(FULL), Finish())
+        made = client.responses.create(model=MODEL, input="Hello", tools=[{**TOOL, "strict": False}])  # type: ignore[list-item]
+        assert made.output_text == "So "
+        call = made.output[-1]
+        assert call.type == "function_call"
+        with client.responses.stream(model=MODEL, input="Hello", tools=[{**TOOL, "strict": False}]) as streaming:  # type: ignore[list-item]
+            texts = [event.delta for event in streaming if event.type == "response.output_text.delta"]
+            final = streaming.get_final_response()
+        assert "".join(texts) == final.output_text == "So "
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
+        stack.play(Say("</think>42"), Finish())
+        answer = client.responses.create(model=MODEL, input=[result], previous_response_id=made.id)  # type: ignore[list-item]
+        assert answer.output_text == "42"
+        assert "<tool_response>42</tool_response>" in prompt_of(stack)
+        assert client.responses.retrieve(answer.id).output_text == "42"
+        client.responses.delete(answer.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(answer.id)
