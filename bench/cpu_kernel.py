@@ -125,7 +125,8 @@ def our_kernels(shape: ExpertShape, records: npt.NDArray[np.uint8], distinct: np
 
 def ours(variant: str, shape: ExpertShape, records: npt.NDArray[np.uint8], threads: int) -> Prepare:
     """Calls of one variant."""
-    pool = ExpertPool(variant, threads)
+    workers = sorted(os.sched_getaffinity(0))[1:]
+    pool = ExpertPool(variant, threads, cpus=workers or None)
     pool.tune(shape)
     print(f"{variant}: {pool.reason}", file=sys.stderr, flush=True)
     return lambda index, x, out: pool.prepare([ExpertTask(shape, records[index], x, out)])
@@ -221,11 +222,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for threads in sorted({key[1] for key in best} - {1}):
             more = [best[name, threads, 1] for name in names if (name, threads, 1) in best]
             result[f"scale_{threads}t" if family == "avx2" else f"scale_{threads}t_{family}"] = round(min(mine) / min(more), 3)
-    for layout in ("native", "planar"):  # 4 more rows add products only: what is left at 4 rows without them is decoding
-        name = f"avx2 {layout}"
-        if (name, 1, 8) in best and (name, 1, 4) in best:
-            decode_ms = 2 * best[name, 1, 4] - best[name, 1, 8]
-            result[f"decode_only_gbps_avx2_{layout}"] = round(TRELLIS_BYTES / decode_ms / 1e6, 2)
+    for layout in ("native", "planar"):  # a line through the times of 2, 4, 8 rows: what is left at no row is decoding
+        times = [(m, best[f"avx2 {layout}", 1, m]) for m in (2, 4, 8) if (f"avx2 {layout}", 1, m) in best]
+        if len(times) == 3:
+            decode_ms = np.polyfit(*zip(*times, strict=True), 1)[1]
+            result[f"decode_only_gbps_avx2_{layout}"] = round(float(TRELLIS_BYTES / decode_ms / 1e6), 2)
     read = [r["gb_s"] for r in rows if r["kernel"] == "read memory"]
     if read:
         result["read_gbps_1t"] = round(read[0], 2)

@@ -64,7 +64,6 @@ class StockKernel:
         copy = path.with_name(f"{path.stem}-{tier}-{os.getpid()}.so")
         shutil.copyfile(path, copy)
         os.environ["EXL3_MOE_CPU_MAX_ISA"] = tier
-        os.environ["EXL3_MOE_CPU_PIN"] = "0"  # the benchmark's own CPU mask holds for every kernel
         try:
             self._library = ctypes.CDLL(str(copy))
         finally:
