@@ -132,6 +132,8 @@ def test_a_disconnect_frees_the_job(stack: Server) -> None:
         "stream": True,
     }
     with httpx.stream("POST", f"{stack.url}/v1/chat/completions", json=body, timeout=60) as response:
-        next(iter(asking.lines_of(response)))
+        # Kept in a variable: an iterator that is dropped closes the connection, and with it the job, before it is seen to run.
+        lines = asking.lines_of(response)
+        next(lines)
         asking.until(lambda: stack.get_json("/stats")["engine"]["running_requests"] == 1, 5, "the job runs")
     asking.until(lambda: stack.get_json("/stats")["engine"]["running_requests"] == 0, 5, "the job left the engine")
