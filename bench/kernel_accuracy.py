@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bench import report
 from bench.cpu_kernel_quick import make_records
-from kernels.python import exl3, reference
+from kernels.python import reference
 from kernels.python.exl3 import Codebook
 from kernels.python.expert import ExpertPool, ExpertShape, ExpertTask
 
 ROWS = 8
+RECORDING = report.ROOT / "tests" / "kernels" / "golden" / "gpu_weights_v1.npz"
 Wide = npt.NDArray[np.float64]
 
 
@@ -24,13 +26,13 @@ def relative_rms(found: npt.NDArray[Any], exact: Wide) -> float:
 class Exact:
     """One silu expert in fp64 with dense weights.
 
-    affine: MUL1's weights as the integer kernels have them, else the fp16 weights of a GPU.
+    table: the weight of every state, fp64 [65536]; None: MUL1's affine weights, as the integer kernels have them.
     """
 
-    def __init__(self, shape: ExpertShape, record: npt.NDArray[np.uint8], affine: bool = True) -> None:
+    def __init__(self, shape: ExpertShape, record: npt.NDArray[np.uint8], table: Wide | None = None) -> None:
         """shape: MUL1, gated, silu, without biases."""
         self._limit = shape.act_limit
-        self._gate, self._up, self._down = (dense(shape, record, name, affine) for name in ("gate", "up", "down"))
+        self._gate, self._up, self._down = (dense(shape, record, name, table) for name in ("gate", "up", "down"))
 
     def __call__(self, x: npt.NDArray[Any]) -> Wide:
         """x [rows, hidden] -> [rows, hidden]."""
@@ -44,13 +46,11 @@ class Exact:
         return np.asarray((a * u) @ self._down)
 
 
-def dense(shape: ExpertShape, record: npt.NDArray[np.uint8], name: str, affine: bool) -> Wide:
+def dense(shape: ExpertShape, record: npt.NDArray[np.uint8], name: str, table: Wide | None) -> Wide:
     """diag(suh) H W H diag(svh) of a matrix, [in, out]."""
     trellis, suh, svh = (shape.view(record, f"{name}_{kind}") for kind in ("trellis", "suh", "svh"))
-    if affine:
-        inner = (887 * (reference.mul1_byte_sums(reference.matrix_states(trellis)) - 510) - 238) * 2.0**-17
-    else:
-        inner = exl3.decode(trellis, Codebook(shape.codebook)).astype(np.float64)
+    states = reference.matrix_states(trellis)
+    inner = (887 * (reference.mul1_byte_sums(states) - 510) - 238) * 2.0**-17 if table is None else table[states]
     signs = np.array([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128)
     rows, columns = inner.shape
     blocks = (signs @ inner.reshape(rows // 128, 128, columns)).reshape(rows, columns // 128, 128) @ signs
@@ -65,21 +65,42 @@ def inputs(kind: str) -> npt.NDArray[np.float16]:
     return x.astype(np.float16)
 
 
-def errors() -> dict[str, float]:
-    """rms_gauss and rms_outlier against the affine weights, the same against the fp16 weights of exl3_decode.
+def fp16_table() -> Wide:
+    """The fp16 weights of this repository's numpy decoder, by state."""
+    states = np.arange(65536, dtype=np.uint32).astype(np.uint16)
+    return reference.weights_of(states, Codebook.MUL1).astype(np.float64)
 
-    The fp16 weights are decoded by this repository's own decoder, which the tests compare with its numpy twin;
-    bench/record_gpu_weights.py records those of a real GPU.
+
+def gpu_table() -> Wide | None:
+    """The weights that a GPU decoded, by state (bench/record_gpu_weights.py); None while nobody has recorded them."""
+    if not RECORDING.exists():
+        return None
+    table = np.full(65536, np.nan)
+    with np.load(RECORDING) as recording:
+        table[reference.matrix_states(recording["state_trellis"]).ravel()] = recording["state_weights"].ravel()
+    return table
+
+
+def errors() -> dict[str, float]:
+    """rms_gauss and rms_outlier against the affine weights, the same against fp16 weights, and rms_vs_gpu_weights where they were recorded.
+
+    rms_vs_gpu_weights is the larger one of Gaussian and outlier inputs.
     """
     shape = ExpertShape.create(4096, 2048, 3, act_limit=10.0)
     record = make_records(shape, 1)[0]
-    result: dict[str, float] = {}
+    outs: dict[str, npt.NDArray[np.float32]] = {}
     with ExpertPool() as pool:
-        for affine in (True, False):
-            exact = Exact(shape, record, affine)
-            for kind in ("gauss", "outlier"):
-                x = inputs(kind)
-                out = np.empty((ROWS, 4096), np.float32)
-                pool.run([ExpertTask(shape, record, x, out)])
-                result[f"rms_{kind}" + ("" if affine else "_vs_fp16_weights")] = float(f"{relative_rms(out, exact(x)):.3e}")
+        for kind in ("gauss", "outlier"):
+            outs[kind] = np.empty((ROWS, 4096), np.float32)
+            pool.run([ExpertTask(shape, record, inputs(kind), outs[kind])])
+
+    def against(table: Wide | None) -> dict[str, float]:
+        exact = Exact(shape, record, table)
+        return {kind: float(f"{relative_rms(out, exact(inputs(kind))):.3e}") for kind, out in outs.items()}
+
+    result = {f"rms_{kind}": value for kind, value in against(None).items()}
+    result |= {f"rms_{kind}_vs_fp16_weights": value for kind, value in against(fp16_table()).items()}
+    recorded = gpu_table()
+    if recorded is not None:
+        result["rms_vs_gpu_weights"] = max(against(recorded).values())
     return result
