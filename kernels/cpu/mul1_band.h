@@ -1,17 +1,17 @@
 /* Steps 4 and 5 for MUL1, written once for every vector width. A file that includes this supplies the traits S of its instruction set.
  *
  * A tile's stream is a ring of 16 lanes of K halfwords each; lane l holds 16 consecutive states, those of runs T = 2l and 2l + 1. R[m] is
- * the vector of halfword m of every lane, and R[-1] is R[K - 1] moved up by one lane (the ring closes). State i of a lane ends at bit K (i
- * + 1) of its 16 K bits, so it is one funnel shift of R[m - 1] and R[m] by a constant: no masks, no gathers. The planar layout stores R[0]
- * .. R[K - 1] as they are; the native layout is brought into that form by blends and byte shuffles.
+ * the vector of halfword m of every lane, and R[-1] is R[K - 1] moved up by one lane (the ring closes). State i of a lane ends at bit
+ * K * (i + 1) of its 16 K bits, so it is one funnel shift of R[m - 1] and R[m] by a constant: no masks, no gathers. The planar layout
+ * stores R[0] .. R[K - 1] as they are; a native block is brought into that form in the first cache, one block ahead.
  *
  * Lanes 2c and 2c + 1 are two inputs, four rows apart, of column c (i mod 8 < 4) or c + 8: one vpmaddwd with a broadcast pair of inputs
  * adds both to a 32-bit sum per column. Sums may wrap on the way; the offset 510 * S leaves at the end of the block, and the end value
  * fits.
  *
  * A wider vector holds two neighbouring tiles of a row. Every vector instruction stands in the order in which it should enter the
- * scheduler: while one pair of states is extracted, the pair before it is multiplied and the pair before that one is summed (PIN keeps a
- * compiler from undoing this), since the chain of one state is longer than what a processor sees ahead.
+ * scheduler: while one pair of states is extracted, the pair before it is multiplied and the pair before that one is summed (pin() keeps
+ * a compiler from undoing this), since the chain of one state is longer than what a processor sees ahead.
  */
 #ifndef GLM53_CPU_MUL1_BAND_H_
 #define GLM53_CPU_MUL1_BAND_H_
@@ -35,7 +35,8 @@ constexpr int kBlockPairs = kColumnTiles * kPairsPerTile;
 template <class S>
 using Vec = typename S::V;
 
-/* Byte sums of one column of tiles of a block, and the block's inputs. One vector of room below the weights: see Pipeline. */
+/* Byte sums of one column of tiles of a block, and the block's inputs. The first pair that leaves the pipeline is zeros for
+ * index -1: there is room below. */
 template <class S>
 struct BlockScratch {
   int32_t before_x[16];                             /* read for index -1, times zero */
