@@ -2,8 +2,9 @@
 
 What it measures, all in one run on the shipped checkpoint with default settings:
 - c1_tok_s, c4_tok_s: completion tokens over wall time (prefill, HTTP and SSE included) at 1 and 4 concurrent streams, greedy;
-- stack_overhead_pct: how much longer the same C1 request takes through gateway + gRPC + shared memory (mode `fast`) than through the engine
-  called directly in one process in the way that is fastest there (mode `exact`, experts in process); rounds alternate, medians are compared;
+- stack_overhead_pct: how much longer the same C1 request takes through gateway + gRPC + shared memory (mode `fast`) than through the
+  engine called directly in one process in the way that is fastest there (mode `exact`, experts in process); rounds alternate, medians are
+  compared;
 - restart_ready_s: a second `glm53 serve` from start to the first 200 of /health;
 - heldout_exact_pct: the held-out set through the HTTP API, greedy.
 """

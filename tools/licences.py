@@ -31,11 +31,12 @@ def licence_of(package: metadata.Distribution) -> str:
 
 def table() -> str:
     """The whole document."""
-    names = [line.split("==")[0] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line]
+    names = [line.split("==")[0] for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line and ";" not in line]
     rows = []
     for name in sorted(names, key=str.lower):
         package = metadata.distribution(name)
         rows.append(f"| {name} | {package.version.split('+')[0]} | {licence_of(package)} |")
+    rows.append("| async-timeout (below Python 3.11.3 only) | 5.0.1 | Apache 2 |")
     return HEAD + "\n".join(rows) + "\n"
 
 
