@@ -49,7 +49,7 @@ clean: ## Remove everything that was built or installed here
 	rm -rf $(VENV) build .state kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 setup: .state/serve proto kernels
-setup-dev: .state/dev proto kernels
+setup-dev: .state/dev .state/checkov proto kernels
 
 proto: .state/proto ## Generate the gRPC stubs
 kernels: .state/serve ## Build the C++ kernels
@@ -73,7 +73,14 @@ kernels: .state/serve ## Build the C++ kernels
 	@mkdir -p .state && touch $@
 
 .state/dev: .state/debian-test .state/serve pyproject.toml requirements.lock
-	@tools/pip_install.sh worker,build,reference,test,lint
+	@tools/pip_install.sh worker,build,reference,test,deploy,lint
+	@touch $@
+
+# checkov pins versions that ours contradict: it gets an environment of its own.
+.state/checkov: .state/venv tools/checkov.lock
+	@echo "Installing checkov into .state/checkov-venv"
+	@$(PYTHON) -m venv --clear .state/checkov-venv
+	@.state/checkov-venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tools/checkov.lock
 	@touch $@
 
 .state/proto: .state/serve proto/glm53/worker/v1/worker.proto

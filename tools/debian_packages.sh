@@ -6,9 +6,11 @@ set -euo pipefail
 declare -A needs=(
   [python3]="python3" [python3-venv]="" [python3-dev]="" [g++]="g++" [git]="git" [ca-certificates]="" [bsdextrautils]="column"
 )
-# The tests start Redis servers of their own on free ports; the one that Debian may start as a service is left alone.
+# The tests start Redis, Prometheus and node-exporter of their own on free ports; those that Debian may start as services are left alone.
 if [ "${1:-}" = test ]; then
   needs[redis-server]="redis-server"
+  needs[prometheus]="promtool"
+  needs[prometheus-node-exporter]="prometheus-node-exporter"
 fi
 missing=()
 has_package() { dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null | grep -qx installed; }
@@ -17,7 +19,11 @@ if ! command -v dpkg-query >/dev/null; then
   # Not Debian: check what the packages would bring and let the person install it in their own way.
   python3 -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 11)' 2>/dev/null || missing+=("python >= 3.11 with venv")
   command -v g++ >/dev/null || missing+=("g++ with C++17")
-  [ "${1:-}" != test ] || command -v redis-server >/dev/null || missing+=("redis-server >= 6")
+  if [ "${1:-}" = test ]; then
+    command -v redis-server >/dev/null || missing+=("redis-server >= 6")
+    command -v promtool >/dev/null || missing+=("prometheus >= 2.42")
+    command -v prometheus-node-exporter >/dev/null || missing+=("prometheus-node-exporter")
+  fi
   [ ${#missing[@]} -eq 0 ] && exit 0
   printf 'This is not Debian. Please install: %s\n' "$(IFS=,; echo "${missing[*]}")" >&2
   exit 1

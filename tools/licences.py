@@ -36,6 +36,7 @@ def table() -> str:
     for name in sorted(names, key=str.lower):
         package = metadata.distribution(name)
         rows.append(f"| {name} | {package.version.split('+')[0]} | {licence_of(package)} |")
+    rows.append("| checkov (in an environment of its own, see tools/checkov.lock) | 3.3.30 | Apache License 2.0 |")
     rows.append("| async-timeout (below Python 3.11.3 only) | 5.0.1 | Apache 2 |")
     return HEAD + "\n".join(rows) + "\n"
 
