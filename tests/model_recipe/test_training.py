@@ -1,3 +1,9 @@
+import argparse
+import json
+import os
+import socket
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -5,10 +11,16 @@ pytest.importorskip("transformers")
 
 import torch.nn.functional as F  # noqa: E402, N812
 
-from models.tiny.recipe import kernels  # noqa: E402
+from models.tiny.recipe import kernels, train  # noqa: E402
+from models.tiny.recipe.batches import Bucket, steps  # noqa: E402
 from models.tiny.recipe.checkpoint_io import mtp_tensors, new_model  # noqa: E402
 from models.tiny.recipe.config import LAYER_TYPES  # noqa: E402
 from models.tiny.recipe.forward import Ops, Precision, logits_at  # noqa: E402
+from models.tiny.recipe.ranks import Ranks  # noqa: E402
+from models.tiny.recipe.render import CHECKPOINT  # noqa: E402
+from models.tiny.recipe.train import Trainer, first_model  # noqa: E402
+from services.gpu_worker.checkpoint import Checkpoint  # noqa: E402
+from tests.support.transformers_oracle import Oracle  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -118,3 +130,61 @@ def test_gpu_kernels_equal_their_references():
         for one, two in zip(*outputs, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-3)
     assert Ops.compiled().rms_norm is not Ops().rms_norm
+
+
+SMALL = (Bucket(64, 3, 64), Bucket(128, 2, 64))
+
+
+def _first_step(ranks, results):
+    torch.set_num_threads(1)
+    trainer = Trainer("cpu", SMALL, 1e-3, new_model(0), ranks=ranks)
+    trainer.step(next(steps(f"ranks-{ranks.rank}", SMALL)), 1e-3, 0.0)
+    results[ranks.rank] = torch.cat([p.detach().reshape(-1) for p in trainer.params]), torch.stack(trainer.loads)
+
+
+def _rank(rank, port, results):
+    os.environ.update(WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    _first_step(Ranks.from_environment("cpu"), results)
+
+
+def test_two_processes_take_one_step():
+    """Each has its own data; afterwards both have the same weights, which are not those that either finds alone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        results = manager.dict()
+        processes = [context.Process(target=_rank, args=(rank, port, results)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [p.exitcode for p in processes] == [0, 0]
+        together = dict(results)
+    alone = {}
+    _first_step(Ranks(), alone)
+    assert torch.equal(together[0][0], together[1][0])
+    assert torch.equal(together[0][1], together[1][1])
+    assert not torch.equal(together[0][0], alone[0][0])
+
+
+def test_resumed_weights_are_the_checkpoints():
+    """Training goes on from the shipped EXL3 weights: the forward pass gives what transformers gives with them."""
+    arguments = argparse.Namespace(seed=5, resume=CHECKPOINT)
+    model = first_model(arguments)
+    opened = Checkpoint(CHECKPOINT)
+    oracle = Oracle(opened, json.loads((CHECKPOINT / "config.json").read_text())["text_config"])
+    ids = list(range(300, 348))
+    with torch.no_grad():
+        ours = logits_at(model, torch.tensor([ids]), torch.arange(48), Precision())
+    assert np.abs(ours.numpy() - oracle.logits(ids)).max() < 1e-3
+
+
+def test_resuming_another_model_is_refused():
+    changed = new_model(0)
+    changed.model.language_model.layers = changed.model.language_model.layers[:-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "new_model", lambda seed: changed)
+        with pytest.raises(ValueError, match="is another model"):
+            first_model(argparse.Namespace(seed=0, resume=CHECKPOINT))

@@ -92,7 +92,7 @@ class Draw:
         plain = [p for p in phrases if not p.startswith("*")]
         if not self.held:
             choice = self.one(plain)
-            if self.chance(0.4):
+            if self.chance(0.5):
                 dressed = phrasing.dress(self.rng, choice)
                 if phrasing.plain(dressed) not in {phrasing.plain(p[1:]) for p in marked}:
                     return dressed

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Make the tiny checkpoint from nothing: train, score, convert, score again. Needs one NVIDIA GPU and exllamav3 1.5.1.
-# Run it in the repository root:   WORK=build/tiny SECONDS_MAX=900 models/tiny/recipe/make_model.sh [train options]
+# Run it in the repository root:   WORK=build/tiny SECONDS_MAX=900 [GPUS=2] models/tiny/recipe/make_model.sh [train options]
 set -euo pipefail
 work=${WORK:-build/tiny}
 mkdir -p "$work"
 python=${PYTHON:-python3}
 recipe=models.tiny.recipe
-"$python" -m $recipe.train --out "$work/source" --seconds "${SECONDS_MAX:-900}" "$@" 2>&1 | tee "$work/train.log"
+train="-m $recipe.train"
+if [ "${GPUS:-1}" -gt 1 ]; then train="-m torch.distributed.run --standalone --nproc-per-node $GPUS -m $recipe.train"; fi
+# shellcheck disable=SC2086  (words on purpose)
+"$python" $train --out "$work/source" --seconds "${SECONDS_MAX:-900}" "$@" 2>&1 | tee "$work/train.log"
 "$python" -m $recipe.heldout --weights "$work/source/model.safetensors" --out "$work/heldout.jsonl"
 "$python" -m $recipe.calibration --out "$work/calibration.safetensors" --rows 256
 "$python" -m $recipe.evaluate_hf --checkpoint "$work/source" --heldout "$work/heldout.jsonl" \

@@ -52,10 +52,10 @@ GENERATORS: dict[str, tuple[float, Callable[[Draw], Exchange]]] = {
     "sum": (9, tasks_arithmetic.addition),
     "difference": (10, tasks_arithmetic.subtraction),
     "json": (9, tasks_json.json_object),
-    "json_mode": (2.5, _json_mode),
-    "tool_call": (10, tasks_tools.tool_call),
-    "tool_types": (8, tasks_tools.tool_types),
-    "tool_parallel": (7, tasks_tools.tool_parallel),
+    "json_mode": (3.5, _json_mode),
+    "tool_call": (12, tasks_tools.tool_call),
+    "tool_types": (9, tasks_tools.tool_types),
+    "tool_parallel": (11, tasks_tools.tool_parallel),
     "tool_result": (6, tasks_tools.tool_result),
 }
 """Kind -> (weight in training, generator)."""

@@ -1,9 +1,10 @@
 """Train the tiny model on the synthetic mixture and save the bf16 source checkpoint.
 
-    python -m models.tiny.recipe.train --out SOURCE [--steps 6000] [--seconds 1000] [--workers 14]
+    python -m models.tiny.recipe.train --out SOURCE [--steps 6000] [--seconds 1000] [--workers 14] [--resume CHECKPOINT]
 
 On CUDA every length bucket's forward and backward pass and the optimizer are CUDA graphs. `--seconds` shortens the
-schedule when the machine is slower than planned, so that the learning rate always reaches its end.
+schedule when the machine is slower than planned, so that the learning rate always reaches its end. Started by
+`python -m torch.distributed.run --nproc-per-node N`, N GPUs share the steps: each has its own data, gradients are averaged.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
+from torch import Tensor, nn
 
 from .batches import BUCKETS, Arrays, Bucket, StepSource
 from .checkpoint_io import new_model, save_source
 from .devset import DevSet
 from .forward import Ops, Precision, logits_at
+from .ranks import Ranks
 
 PEAK_LR = 2e-3
 BIAS_RATE = 1e-3
@@ -33,12 +35,12 @@ NOISE = 0.09
 class Schedule:
     """Learning rate and weight noise from progress in [0, 1]."""
 
-    def __init__(self, steps: int, seconds: float) -> None:
-        self.steps, self.seconds = steps, seconds
+    def __init__(self, steps: int, seconds: float, ranks: Ranks) -> None:
+        self.steps, self.seconds, self.ranks = steps, seconds, ranks
         self.start = time.monotonic()
 
     def progress(self, step: int) -> float:
-        return max(step / self.steps, (time.monotonic() - self.start) / self.seconds)
+        return self.ranks.agree(max(step / self.steps, (time.monotonic() - self.start) / self.seconds))
 
     @staticmethod
     def learning_rate(progress: float, step: int, peak: float) -> float:
@@ -99,9 +101,18 @@ class BucketPass:
 class Trainer:
     """Model, optimizer and the static tensors that the captured passes share."""
 
-    def __init__(self, device: str, buckets: tuple[Bucket, ...], peak_lr: float, seed: int, ops: Ops | None = None) -> None:
+    def __init__(
+        self,
+        device: str,
+        buckets: tuple[Bucket, ...],
+        peak_lr: float,
+        model: nn.Module,
+        ops: Ops | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.device = device
-        self.model = new_model(seed).to(device)
+        self.ranks = ranks or Ranks()
+        self.model: Any = model.to(device)
         self.model.model.visual.requires_grad_(False)
         for layer in self.model.model.language_model.layers:
             if getattr(layer.self_attn, "indexer", None) is not None:
@@ -204,26 +215,49 @@ class Trainer:
             self.prepare_graph.replay()
         for bucket_pass, batch in zip(self.passes, arrays, strict=True):
             bucket_pass.run(batch)
+        self.ranks.average([*(c.grad for _, c, _ in self.copies if c.grad is not None), *self.own_gradients()])
+        self.ranks.average(self.loads)
         if self.update_graph is None:
             self.update()
         else:
             self.update_graph.replay()
         return total
 
+    def own_gradients(self) -> list[Tensor]:
+        """Gradients that gather on the parameters themselves, not on a copy of them."""
+        copied = {id(parameter) for parameter, _, _ in self.copies}
+        return [p.grad for p in self.params if id(p) not in copied and p.grad is not None]
 
-def captured_trainer(buckets: tuple[Bucket, ...], arguments: argparse.Namespace) -> Trainer:
+
+def first_model(arguments: argparse.Namespace) -> nn.Module:
+    """A fresh model, or the dequantised weights of an EXL3 checkpoint to go on from."""
+    model: nn.Module = new_model(arguments.seed)
+    if arguments.resume is not None:
+        from services.gpu_worker.checkpoint import Checkpoint
+
+        from .exl3_state import head_weight, text_state
+
+        checkpoint = Checkpoint(arguments.resume)
+        state = {"model.language_model." + name: tensor for name, tensor in text_state(checkpoint).items()}
+        missing, unexpected = model.load_state_dict({**state, "lm_head.weight": head_weight(checkpoint)}, strict=False)
+        if unexpected or any(not name.startswith("model.visual.") for name in missing):
+            raise ValueError(f"{arguments.resume} is another model: missing {missing}, unexpected {unexpected}")
+    return model
+
+
+def captured_trainer(buckets: tuple[Bucket, ...], arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """A trainer with captured passes, its element-wise pieces compiled if that works here and agrees."""
     begin = time.monotonic()
     if arguments.compile:
         try:
-            trainer = Trainer("cuda", buckets, arguments.lr, arguments.seed, Ops.compiled())
+            trainer = Trainer("cuda", buckets, arguments.lr, first_model(arguments), Ops.compiled(), ranks)
             check_compiled(trainer)
             trainer.capture()
             print(f"compiled and captured in {time.monotonic() - begin:.1f} s", flush=True)
             return trainer
         except Exception as error:  # noqa: BLE001  (any compiler failure: the plain pieces are only slower)
             print(f"without compilation, because of {type(error).__name__}: {str(error)[:500]}", flush=True)
-    trainer = Trainer("cuda", buckets, arguments.lr, arguments.seed)
+    trainer = Trainer("cuda", buckets, arguments.lr, first_model(arguments), ranks=ranks)
     trainer.capture()
     print(f"captured in {time.monotonic() - begin:.1f} s", flush=True)
     return trainer
@@ -250,21 +284,26 @@ def check_compiled(trainer: Trainer) -> None:
 
 
 def train(arguments: argparse.Namespace, buckets: tuple[Bucket, ...] = BUCKETS) -> Any:
-    """Run the schedule; returns the trained model (fp32)."""
-    source = StepSource(f"train-{arguments.seed}", arguments.workers, buckets)
+    """Run the schedule; returns the trained model (fp32), None on every process but the first."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = Ranks.from_environment(device)
+    source = StepSource(f"train-{arguments.seed}" + (f"/{ranks.rank}" if ranks.count > 1 else ""), arguments.workers, buckets)
     torch.backends.cuda.matmul.allow_tf32 = True
     dev = DevSet(arguments.dev_per_kind)
-    trainer = captured_trainer(buckets, arguments) if device == "cuda" else Trainer(device, buckets, arguments.lr, arguments.seed)
-    schedule = Schedule(arguments.steps, arguments.seconds)
+    if device == "cuda":
+        trainer = captured_trainer(buckets, arguments, ranks)
+    else:
+        trainer = Trainer(device, buckets, arguments.lr, first_model(arguments), ranks=ranks)
+    ranks.agree(0.0)  # the clock of the schedule starts when the slowest one is ready
+    schedule = Schedule(arguments.steps, arguments.seconds, ranks)
     tokens = seen = step = 0
     next_eval = arguments.eval_every
     while (progress := schedule.progress(step)) < 1.0:
         rate = schedule.learning_rate(progress, step, arguments.lr)
         seen += trainer.step(source.take(), rate, schedule.noise(progress))
-        tokens += sum(b.rows * b.length for b in buckets)
+        tokens += sum(b.rows * b.length for b in buckets) * ranks.count
         step += 1
-        if step % arguments.log_every == 0:
+        if step % arguments.log_every == 0 and ranks.rank == 0:
             elapsed = time.monotonic() - schedule.start
             loss, right = trainer.loss_sum.item() / seen, trainer.right_sum.item() / seen
             balance = max((load.max() / load.mean()).item() for load in trainer.loads)
@@ -276,10 +315,12 @@ def train(arguments: argparse.Namespace, buckets: tuple[Bucket, ...] = BUCKETS) 
             trainer.loss_sum.zero_()
             trainer.right_sum.zero_()
             seen = 0
-        if time.monotonic() - schedule.start > next_eval:
+        if time.monotonic() - schedule.start > next_eval and ranks.rank == 0:
             next_eval += arguments.eval_every
             print(json.dumps(dev.score(trainer.model, device)), flush=True)
     source.stop()
+    if ranks.rank != 0:
+        return None
     print(json.dumps({"final": dev.score(trainer.model, device), "steps": step, "tokens": tokens}), flush=True)
     return trainer.model
 
@@ -292,12 +333,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--lr", type=float, default=PEAK_LR)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=Path, help="EXL3 checkpoint of this model to go on from; a new model without it")
     parser.add_argument("--eval-every", type=float, default=90.0, help="seconds between dev-set scores")
     parser.add_argument("--log-every", type=int, default=100)
     parser.add_argument("--dev-per-kind", type=int, default=24)
     parser.add_argument("--compile", action="store_true", help="fuse element-wise pieces with torch.compile")
     arguments = parser.parse_args()
-    save_source(train(arguments).cpu(), arguments.out)
+    model = train(arguments)
+    if model is not None:
+        save_source(model.cpu(), arguments.out)
 
 
 if __name__ == "__main__":
