@@ -54,14 +54,17 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_SLOW_READER_S",
         "GLM53_STREAM_BUFFER_EVENTS",
         "GLM53_WATCHDOG_S",
+        "GLM53_WORKER_HTTP",
         # cpu_expert and the CPU lane
         "GLM53_CT_A",
         "GLM53_CT_B",
         "GLM53_CT_CPUS",
         "GLM53_CT_ISA",
+        "GLM53_CT_NUMA_NODE",
         "GLM53_CT_THREADS",
         "GLM53_CT_TIMEOUT_MS",
         "GLM53_CT_TZC",
+        "GLM53_EXPERT_HTTP",
         # supervisor
         "GLM53_BOOT_TIMEOUT_S",
         "GLM53_DRAIN_TIMEOUT_S",

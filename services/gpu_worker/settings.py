@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from services.common.ops_http import split_address
 from services.common.settings import ServiceSettings
 
 
@@ -85,6 +86,13 @@ class GpuWorkerSettings(ServiceSettings):
     ct_isa: Literal["auto", "scalar", "avx2", "avx512bw", "avx512vbmi", "avxvnni"] = Field(
         "auto", validation_alias="GLM53_CT_ISA", description="Instruction set of the expert kernels."
     )
+    ct_numa_node: int = Field(
+        -1,
+        validation_alias="GLM53_CT_NUMA_NODE",
+        ge=-1,
+        le=1023,
+        description="Memory node of the expert records and of cpu_expert's threads and buffers; -1: wherever the system puts them.",
+    )
     ct_timeout_ms: int = Field(
         500,
         validation_alias="GLM53_CT_TIMEOUT_MS",
@@ -107,6 +115,18 @@ class GpuWorkerSettings(ServiceSettings):
     watchdog_s: float = Field(
         60.0, validation_alias="GLM53_WATCHDOG_S", gt=0, le=3600, description="Work pending without progress for so long ends the worker."
     )
+    http_address: str = Field(
+        "",
+        validation_alias="GLM53_WORKER_HTTP",
+        description="host:port where gpu_worker answers /metrics, /health/live and /health/ready; empty: nowhere.",
+    )
+
+    @field_validator("http_address")
+    @classmethod
+    def _check_http(cls, value: str) -> str:
+        if value:
+            split_address(value)
+        return value
 
     @field_validator("worker_address")
     @classmethod

@@ -16,8 +16,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import Cancelled, Glm53Error
+from services.common.errors import Cancelled, ConfigError, Glm53Error
 from services.common.lifecycle import ExitCode, ServiceState
+from services.common.ops_http import OpsAnswers, OpsServer, Verdict
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert
 from services.gpu_worker.backends.base import Backend
@@ -82,6 +83,13 @@ class Worker:
         except RuntimeError as error:
             log.error("cannot listen on %s: %s", self._settings.worker_address, error)
             return ExitCode.BOOT
+        address = self._settings.http_address
+        try:
+            ops = OpsServer(address, self.ops_answers(), "GLM53_WORKER_HTTP") if address else None
+        except ConfigError as error:
+            log.error("%s", error.message)
+            await server.stop(grace=0)
+            return ExitCode.CONFIG
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -89,6 +97,8 @@ class Worker:
             code = await self._load_and_serve()
         finally:
             await self.shut_down(server)
+            if ops is not None:
+                await asyncio.to_thread(ops.close)
         return code
 
     async def listen(self) -> grpc.aio.Server:
@@ -101,6 +111,18 @@ class Worker:
         await server.start()
         log.info("listening on %s", self._settings.worker_address)
         return server
+
+    def ops_answers(self) -> OpsAnswers:
+        """For the HTTP endpoint. A worker that answers is alive: one that is wedged or lost ends by itself."""
+        return OpsAnswers(
+            live=lambda: Verdict(self.status.state is not ServiceState.FAILED, {"status": self.status.state.name.lower()}),
+            ready=self._readiness,
+            metrics=lambda: self.service.serving.report.metrics.prometheus_text() if self.service.serving is not None else b"",
+        )
+
+    def _readiness(self) -> Verdict:
+        state, (fraction, step) = self.status.state, self.status.progress
+        return Verdict(state is ServiceState.READY, {"status": state.name.lower(), "progress": round(fraction, 3), "step": step})
 
     async def load(self) -> None:
         """Loads the checkpoint and starts the engine's thread; the worker is READY afterwards.
