@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kernels.python import shm_lib
+from kernels.python import shm_lib, text_pass
 from kernels.python.arena import Arena
 from kernels.python.errors import raise_last
 from kernels.python.region import Region
@@ -128,6 +129,11 @@ class TierEngine:
         code = self._library.glm53_tier_forward(engine.pointer, layer, rows, top_k, x, sel, weights, int(prefill), out)
         if code != 0:
             raise_last(self._library)
+
+    def native(self) -> text_pass.Experts:
+        """What a `TextPass` calls instead of `forward_ptr`; the engine must not be closed while one may run."""
+        function = ctypes.cast(self._library.glm53_tier_forward, ctypes.c_void_p).value
+        return text_pass.Experts(function or 0, self._open().pointer, lambda _code: raise_last(self._library), self)
 
     @property
     def lane_up(self) -> bool:

@@ -3,18 +3,22 @@
 It computes what transformers' glm5_next computes (within 1e-3 in the logits, which tests hold it to) with one difference that the
 checkpoint format asks for: SwiGLU clamps after the activation. Selecting keys by the indexer is left out, because the served context never
 exceeds index_topk, where the selection keeps every key.
+
+The layers are written down once, as a list of calls; a pass runs the list without Python. So the engine's thread takes the GIL a few times
+a token, and not after each of a hundred calls, while the threads that talk to clients want it too.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.python import text_ops
+from kernels.python import text_ops, text_pass
+from kernels.python.text_pass import Op, TextPass
 from services.gpu_worker.backends.cpu_state import StreamState, layer_pointers
 from services.gpu_worker.backends.cpu_weights import KdaLayer, Layer, MlaLayer, Mlp, Moe, Packed, TextWeights
 
@@ -22,7 +26,10 @@ Array = NDArray[np.float32]
 
 
 class RoutedExperts(Protocol):
-    """What evaluates the routed experts: kernels.python.tier.TierEngine, or a test's own arithmetic."""
+    """What evaluates the routed experts: kernels.python.tier.TierEngine, or a test's own arithmetic.
+
+    One that has `native() -> kernels.python.text_pass.Experts` is called without Python.
+    """
 
     def forward_ptr(self, layer: int, rows: int, top_k: int, x: int, sel: int, weights: int, *, prefill: bool, out: int) -> None:
         """out[t] = sum_k weights[t, k] * expert[sel[t, k]](x[t]).
@@ -78,21 +85,16 @@ class Workspace:
         self.routed = Buffer(tokens, hidden)
 
 
-class Segments:
-    """Where the rows of a pass belong: per stream its new tokens, its past and the addresses of its state."""
+def segments_of(states: Sequence[StreamState], counts: NDArray[np.int64]) -> text_pass.Segments:
+    """Where the rows of a pass belong.
 
-    def __init__(self, states: Sequence[StreamState], tokens: NDArray[np.int64]) -> None:
-        self.num = len(states)
-        self.tokens = tokens
-        self.past = np.array([state.length for state in states], np.int64)
-        self.tokens_address = text_ops.address(self.tokens)
-        self.past_address = text_ops.address(self.past)
-        self._tables = [layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "latents")]
-        self._bases = [text_ops.address(table) for table in self._tables]
-
-    def pointers(self, which: int, layer: int) -> int:
-        """Address of the pointer row of `layer` for conv (0), recurrent (1) or latents (2)."""
-        return self._bases[which] + layer * self.num * 8
+    Args:
+        states: the streams.
+        counts: int64, new tokens of each.
+    """
+    past = np.array([state.length for state in states], np.int64)
+    conv, recurrent, latents = (layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "latents"))
+    return text_pass.Segments(counts, past, conv, recurrent, latents)
 
 
 class CpuTextModel:
@@ -108,10 +110,17 @@ class CpuTextModel:
         self.weights = weights
         self.config = weights.config
         self.max_tokens = max_tokens
-        self.progress = 0  # layers computed since the start: what a watchdog looks at
-        self._experts = experts
         self._ops = text_ops.functions()
         self._work = Workspace(weights, max_tokens)
+        native = getattr(experts, "native", None)
+        self._pass = TextPass(native() if native is not None else text_pass.from_python(_by_keyword(experts)))
+        for layer in weights.layers:
+            self._layer(layer)
+
+    @property
+    def progress(self) -> int:
+        """Grows with every call of a pass: what a watchdog looks at."""
+        return self._pass.progress
 
     def forward(
         self, states: Sequence[StreamState], token_ids: Sequence[Sequence[int]], *, prefill: bool, all_logits: bool = False
@@ -138,46 +147,45 @@ class CpuTextModel:
             state.reserve(int(count))
         ids = np.concatenate([np.asarray(t, np.int64) for t in token_ids])
         self._work.streams.array[:total] = self.weights.embed[ids][:, None, :]
-        segments = Segments(states, counts)
-        for layer in self.weights.layers:
-            self._layer(layer, segments, total, prefill)
-            self.progress += 1
+        self._pass.run(segments_of(states, counts), prefill=prefill)
         for state, count in zip(states, counts, strict=True):
             state.length += int(count)
         rows = np.arange(total) if all_logits else np.cumsum(counts) - 1
         return self._logits(rows)
 
-    def _layer(self, layer: Layer, segments: Segments, total: int, prefill: bool) -> None:
-        ops, work, config = self._ops, self._work, self.config
+    def _layer(self, layer: Layer) -> None:
+        """Writes a layer's calls down."""
+        add, work, config = self._pass.add, self._work, self.config
         streams, post, comb = work.streams.address, work.post.address, work.comb.address
-        ops.text_hyper_mix(ctypes.addressof(layer.attn_site), streams, total, work.x.address, post, comb)
+        add(Op.HYPER_MIX, ctypes.addressof(layer.attn_site), streams, work.x.address, post, comb)
         if isinstance(layer.attention, KdaLayer):
-            self._kda(layer.attention, segments, total)
+            self._kda(layer.attention)
         else:
-            self._mla(layer.attention, segments, total)
-        ops.text_hyper_apply(config.hc_mult, config.hidden_size, post, comb, work.y.address, None, streams, total)
-        ops.text_hyper_mix(ctypes.addressof(layer.ffn_site), streams, total, work.x.address, post, comb)
+            self._mla(layer.attention)
+        add(Op.HYPER_APPLY, config.hc_mult, config.hidden_size, post, comb, work.y.address, None, streams)
+        add(Op.HYPER_MIX, ctypes.addressof(layer.ffn_site), streams, work.x.address, post, comb)
         if isinstance(layer.mlp, Moe):
-            self._moe(layer.mlp, total, prefill)
+            self._moe(layer.mlp)
             second = work.routed.address
         else:
-            self._mlp(layer.mlp, total)
+            self._mlp(layer.mlp)
             second = None
-        ops.text_hyper_apply(config.hc_mult, config.hidden_size, post, comb, work.y.address, second, streams, total)
+        add(Op.HYPER_APPLY, config.hc_mult, config.hidden_size, post, comb, work.y.address, second, streams)
 
-    def _linear(self, packed: Packed, x: int, ldx: int, y: int, ldy: int, total: int) -> None:
-        self._ops.text_linear(x, ldx, packed.address, packed.inputs, packed.outputs, y, ldy, total)
+    def _linear(self, packed: Packed, x: int, ldx: int, y: int, ldy: int) -> None:
+        self._pass.add(Op.LINEAR, x, ldx, packed.address, packed.inputs, packed.outputs, y, ldy)
 
-    def _kda(self, layer: KdaLayer, segments: Segments, total: int) -> None:
+    def _kda(self, layer: KdaLayer) -> None:
         work, config = self._work, self.config
         dim, width = config.linear_head_dim, config.linear_num_heads * config.linear_head_dim
         ld = layer.inputs.outputs
         proj = work.proj.address
         forget, gate = proj + 4 * 3 * width, proj + 4 * (3 * width + dim)
-        self._linear(layer.inputs, work.x.address, config.hidden_size, proj, ld, total)
-        self._linear(layer.forget, forget, ld, work.forget.address, width, total)
-        self._linear(layer.gate, gate, ld, work.gate.address, width, total)
-        self._ops.text_kda(
+        self._linear(layer.inputs, work.x.address, config.hidden_size, proj, ld)
+        self._linear(layer.forget, forget, ld, work.forget.address, width)
+        self._linear(layer.gate, gate, ld, work.gate.address, width)
+        self._pass.add(
+            Op.KDA,
             ctypes.addressof(layer.weights),
             proj,
             ld,
@@ -187,54 +195,50 @@ class CpuTextModel:
             ld,
             work.gate.address,
             width,
-            segments.tokens_address,
-            segments.num,
-            segments.pointers(0, layer.index),
-            segments.pointers(1, layer.index),
+            layer.index,
             work.mixed.address,
         )
-        self._linear(layer.out, work.mixed.address, width, work.y.address, config.hidden_size, total)
+        self._linear(layer.out, work.mixed.address, width, work.y.address, config.hidden_size)
 
-    def _mla(self, layer: MlaLayer, segments: Segments, total: int) -> None:
-        work, config, ops = self._work, self.config, self._ops
+    def _mla(self, layer: MlaLayer) -> None:
+        work, config, add = self._work, self.config, self._pass.add
         heads, rank, q_rank = config.num_attention_heads, config.kv_lora_rank, config.q_lora_rank
         ld, q_a = layer.inputs.outputs, work.proj.address
         latent = q_a + 4 * q_rank
-        self._linear(layer.inputs, work.x.address, config.hidden_size, q_a, ld, total)
-        ops.text_rms_norm(q_a, ld, layer.q_norm.ctypes.data, config.rms_norm_eps, q_rank, q_a, ld, total)
-        ops.text_rms_norm(latent, ld, layer.kv_norm.ctypes.data, config.rms_norm_eps, rank, latent, ld, total)
-        self._linear(layer.query, q_a, ld, work.query.address, heads * rank, total)
-        ops.text_mla(
+        self._linear(layer.inputs, work.x.address, config.hidden_size, q_a, ld)
+        add(Op.RMS_NORM, q_a, ld, layer.q_norm.ctypes.data, config.rms_norm_eps, q_rank, q_a, ld)
+        add(Op.RMS_NORM, latent, ld, layer.kv_norm.ctypes.data, config.rms_norm_eps, rank, latent, ld)
+        self._linear(layer.query, q_a, ld, work.query.address, heads * rank)
+        add(
+            Op.MLA,
             heads,
             rank,
             config.qk_nope_head_dim**-0.5,
             work.query.address,
             latent,
             ld,
-            segments.tokens_address,
-            segments.past_address,
-            segments.num,
-            segments.pointers(2, layer.index),
+            layer.index,
             work.mixed.address,
         )
-        self._linear(layer.out, work.mixed.address, heads * rank, work.y.address, config.hidden_size, total)
+        self._linear(layer.out, work.mixed.address, heads * rank, work.y.address, config.hidden_size)
 
-    def _mlp(self, mlp: Mlp, total: int) -> None:
+    def _mlp(self, mlp: Mlp) -> None:
         work, hidden = self._work, self.config.hidden_size
-        self._linear(mlp.gate_up, work.x.address, hidden, work.gate_up.address, 2 * mlp.inter, total)
-        self._swiglu(mlp.inter, total)
-        self._linear(mlp.down, work.inner.address, mlp.inter, work.y.address, hidden, total)
+        self._linear(mlp.gate_up, work.x.address, hidden, work.gate_up.address, 2 * mlp.inter)
+        self._swiglu(mlp.inter)
+        self._linear(mlp.down, work.inner.address, mlp.inter, work.y.address, hidden)
 
-    def _swiglu(self, inter: int, total: int) -> None:
+    def _swiglu(self, inter: int) -> None:
         """The one place where dense and shared MLPs activate: the clamp stands AFTER the activation, as the checkpoint's runtime has it.
 
         transformers clamps the gate before SiLU; the two differ only where a gate exceeds swiglu_limit.
         """
-        self._ops.text_swiglu(self._work.gate_up.address, inter, self.config.swiglu_limit, self._work.inner.address, total)
+        self._pass.add(Op.SWIGLU, self._work.gate_up.address, inter, self.config.swiglu_limit, self._work.inner.address)
 
-    def _moe(self, moe: Moe, total: int, prefill: bool) -> None:
+    def _moe(self, moe: Moe) -> None:
         work, config = self._work, self.config
-        self._ops.text_route(
+        self._pass.add(
+            Op.ROUTE,
             work.x.address,
             moe.gate.address,
             moe.bias.ctypes.data,
@@ -243,20 +247,18 @@ class CpuTextModel:
             config.num_experts_per_tok,
             config.routed_scaling_factor,
             int(config.norm_topk_prob),
-            total,
             work.selected.address,
             work.weights.address,
         )
-        self._mlp(moe.shared, total)
-        self._experts.forward_ptr(
+        self._mlp(moe.shared)
+        self._pass.add(
+            Op.EXPERTS,
             moe.index,
-            total,
             config.num_experts_per_tok,
             work.x.address,
             work.selected.address,
             work.weights.address,
-            prefill=prefill,
-            out=work.routed.address,
+            work.routed.address,
         )
 
     def _logits(self, rows: NDArray[np.int64]) -> Array:
@@ -274,5 +276,14 @@ class CpuTextModel:
         )
         head = self.weights.head
         logits = np.empty((count, head.outputs), np.float32)
-        self._linear(head, work.x.address, config.hidden_size, text_ops.address(logits), head.outputs, count)
+        self._ops.text_linear(
+            work.x.address, config.hidden_size, head.address, head.inputs, head.outputs, text_ops.address(logits), head.outputs, count
+        )
         return logits[:, : config.vocab_size]
+
+
+def _by_keyword(experts: RoutedExperts) -> Callable[[int, int, int, int, int, int, bool, int], None]:
+    def call(layer: int, rows: int, top_k: int, x: int, selected: int, weights: int, prefill: bool, out: int) -> None:
+        experts.forward_ptr(layer, rows, top_k, x, selected, weights, prefill=prefill, out=out)
+
+    return call
