@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady
-from services.gpu_worker.backends.base import Backend, BackendLostError, Logits
+from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
 from services.gpu_worker.metrics import EngineMetrics
@@ -246,7 +246,7 @@ class EngineLoop:
         self._prefilling.remove(request)
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
         start, prompt = request.num_prefilled, request.spec.prompt
-        end = min(start + size, len(prompt))
+        end = chunk_end(start, len(prompt), size, self.backend.info.page_tokens)
         # The last token goes alone: the state before it serves the same prompt again, and every longer one.
         if start < len(prompt) - 1 < end and self._prefixes.wants(request.spec.key_id, prompt[:-1]):
             end = len(prompt) - 1

@@ -183,10 +183,11 @@ class Worker:
     def serve_with(self, backend: Backend, tokens: TokenTable, facts: ModelFacts) -> None:
         """Starts the engine's thread over a loaded backend."""
         settings, files = self._settings, facts.tokenizer
+        chunk_size = facts.backend.chunk_size or settings.chunk_size
         limits = EngineLimits(
             settings.max_queued,
-            settings.chunk_size,
-            busy_chunk_size=max(16, settings.chunk_size // 4),
+            chunk_size,
+            busy_chunk_size=max(16, chunk_size // 4),
             slow_reader_s=settings.slow_reader_s,
             prefix_cache_bytes=settings.prefix_cache_mb << 20,
         )

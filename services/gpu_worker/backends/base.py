@@ -32,6 +32,8 @@ class BackendInfo:
     arithmetic_version: int
     abi_version: int
     arena: str  # "loaded" or "re-attached", with its reason
+    chunk_size: int = 0  # prompt tokens of one pass; 0: what the settings say
+    page_tokens: int = 0  # chunks end where pages of so many tokens do, and a prompt's last token goes alone; 0: anywhere
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,28 @@ class VerifyReport:
     records_bad: int
     slots_checked: int
     slots_bad: int
+
+
+def chunk_end(start: int, total: int, size: int, page_tokens: int) -> int:
+    """Where the prefill pass that begins at `start` ends.
+
+    With pages the cuts are exllamav3's own: whole pages while there are any, then what is left but for the last token, then that token
+    alone. Equal cuts give equal bits.
+
+    Args:
+        start: tokens of the prompt that are computed.
+        total: tokens of the prompt.
+        size: most tokens of a pass.
+        page_tokens: of `BackendInfo`.
+    """
+    last = total - 1
+    if not page_tokens or start >= last:
+        return min(start + size, total)
+    end = min((start + size) // page_tokens * page_tokens, last)
+    if end <= start:
+        end = min(start + size, last)
+    boundary = last // page_tokens * page_tokens
+    return boundary if start < boundary < end else end
 
 
 class Stream(Protocol):
