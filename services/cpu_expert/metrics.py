@@ -9,6 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from services.common.memory import MemoryCollector
 from services.common.ops_http import OpsAnswers, Verdict
 
 # The loop comes round at least twice a second; a step that the worker gave up after its time-out still ends in far less than this.
@@ -33,6 +34,7 @@ class ExpertMetrics:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(MemoryCollector("cpu_expert"))
         self._clock = clock
         self._lock = threading.Lock()
         self._counters = {name: Counter(f"glm53_cpu_expert_{name}", text, registry=self.registry) for name, text in _COUNTERS.items()}

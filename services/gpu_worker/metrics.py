@@ -239,7 +239,9 @@ class TierCollector(Collector):
                 family.add_metric([], float(value) * unit)
                 yield family
         if lane := stats.get("lane"):
-            yield GaugeMetricFamily("glm53_cpu_lane_up", "1 while cpu_expert serves jobs.", float(lane.get("state") == "UP"))
+            state = lane.get("state")
+            yield GaugeMetricFamily("glm53_cpu_lane_enabled", "1 when the mode has a CPU lane.", float(state != "OFF"))
+            yield GaugeMetricFamily("glm53_cpu_lane_up", "1 while cpu_expert serves jobs.", float(state == "UP"))
         picks = CounterMetricFamily("glm53_expert_picks", "Routed picks by lane and layer.", labels=["lane", "layer"])
         for layer, lanes in enumerate(stats.get("picks_by_layer", [])):
             for lane, count in lanes.items():

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common.errors import Cancelled, ConfigError, Glm53Error
 from services.common.lifecycle import ExitCode, ServiceState
+from services.common.memory import MemoryCollector
 from services.common.ops_http import OpsAnswers, OpsServer, Verdict
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert
@@ -191,7 +192,9 @@ class Worker:
             slow_reader_s=settings.slow_reader_s,
             prefix_cache_bytes=settings.prefix_cache_mb << 20,
         )
-        engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, EngineMetrics(model_name=facts.model_name))
+        metrics = EngineMetrics(model_name=facts.model_name)
+        metrics.registry.register(MemoryCollector(settings.service, settings.shm_dir))
+        engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, metrics)
         self._engine = engine
         self._engine_thread = threading.Thread(target=engine.run_forever, name="engine", daemon=True)
         self._engine_thread.start()
