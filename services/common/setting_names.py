@@ -38,11 +38,13 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_WORKER_METRICS",
         # gpu_worker
         "GLM53_BACKEND_THREADS",
+        "GLM53_CACHE_TOKENS",
         "GLM53_CONTEXT_TOKENS",
         "GLM53_CHUNK_SIZE",
         "GLM53_DEVICE",
         "GLM53_EC_ADMIT_AFTER",
         "GLM53_EC_MAX_SLOTS",
+        "GLM53_EC_RESERVE_GB",
         "GLM53_EXPERT_BACKEND",
         "GLM53_HEAT_FILE",
         "GLM53_MAX_QUEUED",
@@ -53,6 +55,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_QUEUE_TIMEOUT_S",
         "GLM53_SLOW_READER_S",
         "GLM53_STREAM_BUFFER_EVENTS",
+        "GLM53_WARM_UP",
         "GLM53_WATCHDOG_S",
         "GLM53_WORKER_HTTP",
         # cpu_expert and the CPU lane

@@ -122,6 +122,10 @@ class ServiceSettings(BaseSettings):
         settings._sources.update(sources)
         return settings
 
+    def is_set(self, name: str) -> bool:
+        """True when the field was given, in the environment or on the command line."""
+        return name in self._sources
+
     def describe(self) -> list[tuple[str, str, str]]:
         """(environment name, value, source) of every field; secrets are masked."""
         rows = []

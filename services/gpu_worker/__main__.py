@@ -9,7 +9,7 @@ import sys
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
-from services.gpu_worker.backends import cpu
+from services.gpu_worker.backends import select
 from services.gpu_worker.server import VERSION
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.worker import Worker
@@ -18,8 +18,7 @@ log = logging.getLogger("services.gpu_worker")
 
 
 async def _serve(settings: GpuWorkerSettings) -> int:
-    # The one line that a GPU build changes: what computes the logits.
-    return await Worker(settings, cpu.load).run()
+    return await Worker(settings, select.load).run()
 
 
 def main() -> int:

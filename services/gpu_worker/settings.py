@@ -34,14 +34,29 @@ class GpuWorkerSettings(ServiceSettings):
     mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
         "auto", validation_alias="GLM53_MODE", description="Tiers that serve the experts: auto takes fast. The nvme modes need a GPU build."
     )
-    device: Literal["auto", "cpu"] = Field("auto", validation_alias="GLM53_DEVICE", description="What computes the model.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", validation_alias="GLM53_DEVICE", description="What computes the model: auto takes the GPU where exllamav3 and one are there."
+    )
     context_tokens: int = Field(
         0,
         validation_alias="GLM53_CONTEXT_TOKENS",
         ge=0,
-        description="Most tokens of prompt and completion; 0: min(16384, what the model has).",
+        description="Most tokens of prompt and completion; 0: min(16384 on the CPU, 32768 on a GPU, what the model has).",
     )
-    chunk_size: int = Field(256, validation_alias="GLM53_CHUNK_SIZE", ge=16, le=8192, description="Prompt tokens of one prefill pass.")
+    cache_tokens: int = Field(
+        131_072,
+        validation_alias="GLM53_CACHE_TOKENS",
+        ge=256,
+        multiple_of=256,
+        description="Tokens of the GPU's key-value cache, over all streams.",
+    )
+    chunk_size: int = Field(
+        256,
+        validation_alias="GLM53_CHUNK_SIZE",
+        ge=16,
+        le=8192,
+        description="Prompt tokens of one prefill pass; on a GPU 8192 unless set, and at least 256.",
+    )
     max_streams: int = Field(8, validation_alias="GLM53_MAX_STREAMS", ge=1, le=64, description="Most streams in one decode step.")
     max_queued: int = Field(64, validation_alias="GLM53_MAX_QUEUED", ge=1, le=100_000, description="Most requests that wait.")
     queue_timeout_s: float = Field(
@@ -72,7 +87,16 @@ class GpuWorkerSettings(ServiceSettings):
         description="Threads of the worker's own expert kernel on the CPU device.",
     )
     ec_max_slots: int = Field(
-        0, validation_alias="GLM53_EC_MAX_SLOTS", ge=0, description="Expert slots of the cache; 0: a third of the experts."
+        0,
+        validation_alias="GLM53_EC_MAX_SLOTS",
+        ge=0,
+        description="Most expert slots of the cache; 0: a third of the experts on the CPU, what fits into VRAM on a GPU.",
+    )
+    ec_reserve_gb: float = Field(
+        1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."
+    )
+    warm_up: bool = Field(
+        True, validation_alias="GLM53_WARM_UP", description="On a GPU: compile and tune kernels at start instead of in the first requests."
     )
     ec_admit_after: int = Field(
         2, validation_alias="GLM53_EC_ADMIT_AFTER", ge=1, le=1000, description="An expert gets a slot when it is picked for this time."

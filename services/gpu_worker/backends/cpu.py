@@ -141,13 +141,14 @@ class CpuBackend:
             self._tiers = None
 
 
-def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note) -> CpuBackend:
+def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device_reason: str = "asked for") -> CpuBackend:
     """Loads a checkpoint, records first.
 
     Args:
         settings: the worker's settings.
         checkpoint: opened.
         note: called with a fraction 0..1 and what is being loaded.
+        device_reason: why the CPU computes.
 
     Raises:
         CheckpointError: names tensor and file.
@@ -157,7 +158,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note) -> Cpu
     max_context = resolve_context(settings.context_tokens, checkpoint.config)
     note(0.0, "checking the experts")
     shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
-    arena, arena_reason = _arena(settings, checkpoint, shapes, lambda f, what: note(0.1 + 0.5 * f, what))
+    arena, arena_reason = open_arena(settings, checkpoint, shapes, lambda f, what: note(0.1 + 0.5 * f, what))
     weights = cpu_weights.load(checkpoint, lambda f, what: note(0.6 + 0.3 * f, what))
     note(0.9, "starting the tier engine")
     tiers = _tiers(settings, checkpoint.config, arena, mode)
@@ -167,8 +168,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note) -> Cpu
         max_context=max_context,
         max_streams=settings.max_streams,
         device="cpu",
-        device_reason=("asked for" if settings.device == "cpu" else "auto: this build has no GPU backend")
-        + f"; dense operations use {text_ops.isa()}",
+        device_reason=f"{device_reason}; dense operations use {text_ops.isa()}",
         mode=mode,
         mode_reason=mode_reason,
         kernel_variant=str(stats["kernel"]),
@@ -232,7 +232,7 @@ def resolve_context(asked: int, config: TextConfig) -> int:
     return asked or min(DEFAULT_CONTEXT, limit)
 
 
-def _arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape], note: Note) -> tuple[Arena, str]:
+def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape], note: Note) -> tuple[Arena, str]:
     """The arena with every record in it, and how it came about."""
     path = segments.arena_path(settings.shm_dir, settings.instance)
     try:
