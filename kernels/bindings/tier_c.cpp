@@ -93,6 +93,8 @@ const char* glm53_server_stats(const Glm53Server* server) {
     o.add("stale", c.stale).add("bad", c.bad).add("acks", c.acks);
     o.add("kernel", std::string(moe_variant_name(moe_pool_variant(server->server.pool()))));
     o.add("kernel_reason", std::string(moe_pool_reason(server->server.pool())));
+    o.add_raw("huge_bytes", std::to_string(server->server.huge_bytes()));
+    o.add("huge_note", server->server.huge_note());
     return keep(o.text());
   });
 }

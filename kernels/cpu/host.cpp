@@ -1,8 +1,11 @@
 #include <errno.h>
+#include <linux/mempolicy.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
@@ -17,6 +20,7 @@ using namespace glm53;
 
 constexpr uint32_t kCoresForOthers = 2; /* left free when there are more than twice as many cores */
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr int32_t kMaxNode = 1023;
 
 struct CloseFile {
   void operator()(FILE* file) const { fclose(file); }
@@ -68,6 +72,23 @@ extern "C" int moe_physical_cpus(int32_t* cpus, uint32_t capacity) try {
   return static_cast<int>(chosen.size() - skipped);
 } catch (const std::bad_alloc&) {
   return fail("out of memory in moe_physical_cpus");
+}
+
+extern "C" int moe_prefer_node(int32_t node) {
+  if (node < -1 || node > kMaxNode) return fail("node %d is not in -1..%d", node, kMaxNode);
+  constexpr uint32_t kWordBits = 8 * sizeof(unsigned long);
+  unsigned long mask[(kMaxNode + 1) / kWordBits] = {};
+  if (node >= 0) mask[node / kWordBits] = 1ul << (node % kWordBits);
+  /* The system reads one bit less than it is told. */
+  const long code = node < 0 ? syscall(SYS_set_mempolicy, MPOL_DEFAULT, nullptr, 0ul)
+                             : syscall(SYS_set_mempolicy, MPOL_PREFERRED, mask, static_cast<unsigned long>(kMaxNode + 2));
+  if (code == 0) return 0;
+  return fail("memory cannot be taken from node %d: %s", node, strerror(errno));
+}
+
+extern "C" void moe_meet_pages(const void* memory, size_t bytes) {
+  const auto* start = static_cast<const volatile uint8_t*>(memory);
+  for (size_t at = 0; at < bytes; at += kHugePage) (void)start[at];
 }
 
 extern "C" int moe_advise_huge(void* memory, size_t bytes) {

@@ -15,8 +15,13 @@ extern "C" {
  * are left to the other processes when there are more than four. Writes at most `capacity` numbers and returns how many there are, or -1.
  */
 MOE_API int moe_physical_cpus(int32_t* cpus, uint32_t capacity);
+/* Where the calling thread's memory comes from, from now on: this NUMA node as long as it has any (threads started later inherit it), -1:
+ * where the thread runs. 0, or -1 when the system refuses. */
+MOE_API int moe_prefer_node(int32_t node);
 /* Asks for 2 MiB pages in this memory (whole pages inside it). 0, or -1 when the system refuses. Whether it gave any: moe_huge_bytes. */
 MOE_API int moe_advise_huge(void* memory, size_t bytes);
+/* Reads a byte of every 2 MiB page of this memory: a huge page counts as one only once it has been met through this process's mapping. */
+MOE_API void moe_meet_pages(const void* memory, size_t bytes);
 /* Bytes of this memory's mappings that lie in huge pages now (AnonHugePages, ShmemPmdMapped and FilePmdMapped of every mapping that
  * overlaps it), or -1 when the system does not tell. */
 MOE_API int64_t moe_huge_bytes(const void* memory, size_t bytes);

@@ -1,9 +1,12 @@
-"""The machine as the kernel threads see it: CPUs to pin to, and huge pages."""
+"""The machine as the kernel threads see it: CPUs to pin to, memory nodes, and huge pages."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy.typing as npt
@@ -11,6 +14,11 @@ import numpy.typing as npt
 from kernels.python import expert, lib
 
 _MOST_CPUS = 4096
+_NODES = pathlib.Path("/sys/devices/system/node")
+
+
+class NoSuchNodeError(ValueError):
+    """This host has no memory node of that number; the text has those that there are."""
 
 
 @functools.cache
@@ -19,6 +27,8 @@ def _signatures() -> ctypes.CDLL:
     library = lib.load()
     library.moe_physical_cpus.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.moe_physical_cpus.restype = ctypes.c_int
+    library.moe_prefer_node.argtypes = [ctypes.c_int32]
+    library.moe_prefer_node.restype = ctypes.c_int
     library.moe_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.moe_advise_huge.restype = ctypes.c_int
     library.moe_huge_bytes.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -37,6 +47,66 @@ def physical_cpus() -> list[int]:
     if count < 0:
         raise OSError(library.moe_last_error().decode())
     return list(cpus[: min(count, _MOST_CPUS)])
+
+
+def parse_cpus(text: str) -> list[int]:
+    """[0, 1, 2, 16] of "0-2,16". Raises ValueError naming the part that is neither a number nor a range, or a number named twice."""
+    cpus: list[int] = []
+    for part in filter(None, (item.strip() for item in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise ValueError(f"{part!r} is neither a CPU number nor a range like 0-7")
+        cpus.extend(range(int(first), int(last if dash else first) + 1))
+    if len(set(cpus)) != len(cpus):
+        raise ValueError("a CPU is named twice")
+    return cpus
+
+
+def numa_nodes() -> list[int]:
+    """The nodes that have memory, ascending; [0] where the system does not tell."""
+    try:
+        return parse_cpus((_NODES / "has_memory").read_text()) or [0]
+    except (OSError, ValueError):
+        return [0]
+
+
+def node_cpus(node: int) -> set[int]:
+    """The CPUs of a node; empty for a node of memory alone. Raises OSError when there is no such node."""
+    return set(parse_cpus((_NODES / f"node{node}" / "cpulist").read_text()))
+
+
+def prefer_node(node: int | None) -> None:
+    """From now on the calling thread's memory comes from this node while it has any; None: from where the thread runs.
+
+    Threads that are started later inherit it. Raises OSError when the system refuses.
+    """
+    library = _signatures()
+    if library.moe_prefer_node(-1 if node is None else node) != 0:
+        raise OSError(library.moe_last_error().decode())
+
+
+@contextlib.contextmanager
+def memory_on(node: int) -> Iterator[str]:
+    """Memory that this thread takes inside the block comes from this node while it has any; -1: from anywhere. Yields what came of it.
+
+    A host with one node, and a system that refuses, are told in the yielded text and change nothing else.
+    Raises NoSuchNodeError.
+    """
+    nodes = numa_nodes()
+    if node >= 0 and node not in nodes:
+        raise NoSuchNodeError(f"this host has the memory nodes {nodes}")
+    if node < 0 or len(nodes) == 1:
+        yield "" if node < 0 else "this host has one memory node, so there is nothing to place"
+        return
+    try:
+        prefer_node(node)
+    except OSError as error:
+        yield str(error)
+        return
+    try:
+        yield f"memory from node {node}"
+    finally:
+        prefer_node(None)
 
 
 def advise_huge(memory: npt.NDArray[Any]) -> bool:

@@ -45,10 +45,14 @@ class JobServer:
         beat_thread: bool = True,
         experts_per_step: int = 0,
         spin_us: int = 20,
+        tune: bool = False,
+        huge_pages: bool = False,
     ) -> None:
         """Attaches, takes the region's lease and starts to beat.
 
-        threads: of the kernel, the serving one counts. beat_thread, experts_per_step: for tests that beat and compute by hand.
+        threads: of the kernel, the serving one counts; cpus: of the others, which are pinned to them. tune: "auto" takes the variant that
+        is fastest on the arena's own shape for each number of rows. huge_pages: ask for 2 MiB pages in the arena.
+        beat_thread, experts_per_step: for tests that beat and compute by hand.
         Raises ShmAbsent when a segment is not there, ShmMismatch with both values, ShmInUse while another server lives, ValueError for
         a kernel variant that this host lacks.
         """
@@ -60,6 +64,8 @@ class JobServer:
             "beat_thread": int(beat_thread),
             "experts_per_step": experts_per_step,
             "spin_us": spin_us,
+            "tune": int(tune),
+            "huge_pages": int(huge_pages),
         }
         text = "\n".join(f"{name}={value}" for name, value in options.items())
         pointer = self._library.glm53_server_attach(os.fsencode(ctl_path), os.fsencode(arena_path), text.encode())
@@ -94,7 +100,9 @@ class JobServer:
         self._library.glm53_server_beat(self._open(), now_ns)
 
     def stats(self) -> dict[str, Any]:
-        """Counters: jobs, picks, experts, bytes (of records), dropped, stale, bad, acks; kernel and kernel_reason."""
+        """Counters: jobs, picks, experts, bytes (of records), dropped, stale, bad, acks; kernel and kernel_reason;
+        huge_bytes (of the arena in 2 MiB pages when it was attached, -1: unknown) and huge_note.
+        """
         result: dict[str, Any] = json.loads(self._library.glm53_server_stats(self._open()))
         return result
 

@@ -16,7 +16,7 @@ double us_since(uint64_t start_ns) { return static_cast<double>(abi_now_ns() - s
 }  // namespace
 
 InProcessBackend::InProcessBackend(const Arena& arena, uint32_t variant) : arena_(arena), pool_(moe_pool_create(variant, 1, nullptr, 0)) {
-  if (pool_ == nullptr) throw Error(GLM53_INVALID, format("kernel variant %s is not available on this host", moe_variant_name(variant)));
+  if (pool_ == nullptr) throw Error(GLM53_INVALID, moe_last_error());
 }
 
 InProcessBackend::~InProcessBackend() { moe_pool_destroy(pool_); }

@@ -29,10 +29,7 @@ double best_us(int repeats, const Run& run) {
 CpuDevice::CpuDevice(const Arena& arena, const CpuDeviceOptions& options) : arena_(arena), options_(options) {
   pool_ = moe_pool_create(options.variant, options.threads, options.cpus.empty() ? nullptr : options.cpus.data(),
                           static_cast<uint32_t>(options.cpus.size()));
-  if (pool_ == nullptr) {
-    throw Error(GLM53_INVALID, format("kernel variant %s with %u threads is not available on this host", moe_variant_name(options.variant),
-                                      options.threads));
-  }
+  if (pool_ == nullptr) throw Error(GLM53_INVALID, moe_last_error());
   if (options.num_slots > 0) {
     slots_bytes_ = (static_cast<uint64_t>(options.num_slots) * arena.header().record_stride + kHugePage - 1) / kHugePage * kHugePage;
     void* p = mmap(nullptr, slots_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

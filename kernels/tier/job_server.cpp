@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "moe_host.h"
 #include "tier/spin.h"
 
 namespace glm53 {
@@ -34,9 +35,9 @@ JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> aren
   if (!region_->try_lease()) throw Error(GLM53_IN_USE, ctl_path + " is already served by another cpu_expert");
   pool_ = moe_pool_create(options.variant, options.threads, options.cpus.empty() ? nullptr : options.cpus.data(),
                           static_cast<uint32_t>(options.cpus.size()));
-  if (pool_ == nullptr) {
-    throw Error(GLM53_INVALID, format("kernel variant %s is not available on this host", moe_variant_name(options.variant)));
-  }
+  if (pool_ == nullptr) throw Error(GLM53_INVALID, moe_last_error());
+  if (options.tune && moe_pool_tune(pool_, &arena_->shape(0)) != 0) throw Error(GLM53_INVALID, moe_last_error());
+  if (options.huge_pages) ask_for_huge_pages();
   // The words of a dead predecessor are still there: position, acknowledgement and beat become ours before the id says so.
   const uint64_t now = abi_now_ns();
   abi_store(&words_.server_variant, moe_pool_variant(pool_));
@@ -60,6 +61,15 @@ JobServer::~JobServer() {
   }
   region_->end_lease();
   if (pool_ != nullptr) moe_pool_destroy(pool_);
+}
+
+void JobServer::ask_for_huge_pages() {
+  uint8_t* records = arena_->record(0);
+  const size_t bytes = arena_->header().total_bytes - arena_->header().records_offset;
+  huge_note_ = moe_advise_huge(records, bytes) == 0 ? "" : moe_last_error();
+  moe_meet_pages(records, bytes);
+  huge_bytes_ = moe_huge_bytes(records, bytes);
+  if (huge_bytes_ < 0) huge_note_ = moe_last_error();
 }
 
 void JobServer::beat_loop() {

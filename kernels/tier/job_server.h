@@ -37,6 +37,8 @@ struct ServerOptions {
   bool beat_thread = true;        // tests beat by hand
   uint32_t experts_per_step = 0;  // 0: a whole job in one action, which lets the pool spread it over its threads
   int64_t spin_ns = 20000;        // polling before sleeping
+  bool tune = false;              // time the kernel's variants on the arena's shape (only when the choice is automatic)
+  bool huge_pages = false;        // ask for 2 MiB pages in the arena and count them
 };
 
 struct ServerCounters {
@@ -64,6 +66,9 @@ class JobServer {
 
   Region& region() { return *region_; }
   const MoePool* pool() const { return pool_; }
+  // Bytes of the arena in 2 MiB pages when it was attached; -1: not asked for, or the system does not tell (huge_note says why).
+  int64_t huge_bytes() const { return huge_bytes_; }
+  const std::string& huge_note() const { return huge_note_; }
   const ServerCounters& counters() const { return counters_; }
 
  private:
@@ -77,12 +82,15 @@ class JobServer {
   void compute_some();
   void fill_done(uint64_t now_ns);
   void beat_loop();
+  void ask_for_huge_pages();
 
   std::shared_ptr<Region> region_;
   std::shared_ptr<Arena> arena_;
   AbiCtlHeader& words_;
   const ServerOptions options_;
   MoePool* pool_ = nullptr;
+  int64_t huge_bytes_ = -1;
+  std::string huge_note_ = "not asked for";
   ServerStep state_ = ServerStep::kIdle;
   uint64_t next_seq_ = 1;
   uint64_t epoch_ = 0;

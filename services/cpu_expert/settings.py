@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from kernels.python.host import parse_cpus
+from services.common.ops_http import split_address
 from services.common.settings import ServiceSettings
 
 
@@ -15,41 +17,50 @@ class CpuExpertSettings(ServiceSettings):
     service: ClassVar[str] = "cpu_expert"
 
     ct_cpus: str = Field(
-        "",
+        "auto",
         validation_alias="GLM53_CT_CPUS",
-        description="Logical CPUs of the kernel's threads, e.g. 0-7,16; empty: not pinned.",
+        description="Logical CPUs that the kernel's threads are pinned to, e.g. 2-7,16. auto: one of each physical core but two; on four"
+        " cores or fewer, and for small experts, threads are not pinned. none: not pinned.",
     )
     ct_threads: int = Field(
         0,
         validation_alias="GLM53_CT_THREADS",
         ge=0,
         le=1024,
-        description="Threads of the kernel; 0: one per CPU of GLM53_CT_CPUS, else one for small experts, all CPUs but two for big ones.",
+        description="Threads of the kernel; 0: one per CPU of GLM53_CT_CPUS, else one for small experts, all cores but two for big ones.",
     )
     ct_isa: Literal["auto", "scalar", "avx2", "avx512bw", "avx512vbmi", "avxvnni"] = Field(
         "auto", validation_alias="GLM53_CT_ISA", description="Instruction set of the expert kernels."
     )
+    ct_numa_node: int = Field(
+        -1,
+        validation_alias="GLM53_CT_NUMA_NODE",
+        ge=-1,
+        le=1023,
+        description="Memory node of the expert records and of cpu_expert's threads and buffers; -1: wherever the system puts them.",
+    )
+
+    http_address: str = Field(
+        "",
+        validation_alias="GLM53_EXPERT_HTTP",
+        description="host:port where cpu_expert answers /metrics, /health/live and /health/ready; empty: nowhere.",
+    )
+
+    @field_validator("http_address")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value:
+            split_address(value)
+        return value
 
     @field_validator("ct_cpus")
     @classmethod
     def _readable(cls, value: str) -> str:
-        parse_cpus(value)
+        if value not in ("auto", "none"):
+            parse_cpus(value)
         return value
 
     @property
     def cpus(self) -> list[int]:
-        """The pinned CPUs in the order given."""
-        return parse_cpus(self.ct_cpus)
-
-
-def parse_cpus(text: str) -> list[int]:
-    """[0, 1, 2, 16] of "0-2,16". Raises ValueError naming the part that is not a CPU or a range."""
-    cpus: list[int] = []
-    for part in filter(None, (item.strip() for item in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise ValueError(f"{part!r} is neither a CPU number nor a range like 0-7")
-        cpus.extend(range(int(first), int(last if dash else first) + 1))
-    if len(set(cpus)) != len(cpus):
-        raise ValueError("a CPU is named twice")
-    return cpus
+        """The CPUs that GLM53_CT_CPUS lists, in the order given; empty for auto and none."""
+        return [] if self.ct_cpus in ("auto", "none") else parse_cpus(self.ct_cpus)

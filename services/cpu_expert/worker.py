@@ -12,16 +12,19 @@ from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmInUse, ShmMismatch
 from kernels.python.job_server import JobServer, ServerStep
 from services.common.errors import ConfigError, PeerError
+from services.common.ops_http import OpsServer
+from services.cpu_expert import placement
+from services.cpu_expert.metrics import ExpertMetrics
 from services.cpu_expert.settings import CpuExpertSettings
 
 log = logging.getLogger(__name__)
 
 SERVE_SLICE_MS = 100  # between two looks at signals and at the region's name
+TELL_S = 1.0  # between two readings of the counters
 FIRST_WAIT_S = 0.02
 LONGEST_WAIT_S = 0.5
 MISMATCH_PATIENCE_S = 60.0  # while a worker restarts, arena and region of two generations lie side by side
 DRAIN_LIMIT_S = 10.0
-BIG_RECORD_BYTES = 1 << 20  # below this a record takes microseconds: more threads would only wake each other
 
 
 class StopSignals(Protocol):
@@ -40,14 +43,26 @@ class ExpertWorker:
         self._arena_path = segments.arena_path(settings.shm_dir, settings.instance)
         self._ctl_path = segments.ctl_path(settings.shm_dir, settings.instance)
         self._last_reason = ""
+        self.metrics = ExpertMetrics()
+        self._usable: set[int] = set()
 
     def run(self) -> None:
         """Returns when a signal asked for it and the running job is finished.
 
         Raises PeerError when a worker's segments stay unusable for MISMATCH_PATIENCE_S (the text has both values), ConfigError when
-        this host lacks the chosen kernel or CPUs.
+        this host lacks the chosen kernel, CPUs or memory node, or when the address of GLM53_EXPERT_HTTP is taken.
         """
-        check_cpus(self._settings.cpus)
+        placement.check(self._settings)
+        self._usable = placement.settle_on_node(self._settings)
+        address = self._settings.http_address
+        ops = OpsServer(address, self.metrics.answers(), "GLM53_EXPERT_HTTP") if address else None
+        try:
+            self._run()
+        finally:
+            if ops is not None:
+                ops.close()
+
+    def _run(self) -> None:
         while (server := self._attach()) is not None:
             try:
                 stopped = self._serve(server)
@@ -61,6 +76,7 @@ class ExpertWorker:
         wait_s = FIRST_WAIT_S
         mismatch_since: float | None = None
         while True:
+            self.metrics.beat()
             try:
                 return self._try_attach()
             except (ShmAbsent, ShmInUse) as reason:
@@ -78,22 +94,49 @@ class ExpertWorker:
             wait_s = min(LONGEST_WAIT_S, wait_s * 1.5)
 
     def _try_attach(self) -> JobServer:
+        unpin(self._usable)
         arena = Arena.attach(self._arena_path)
-        threads, why = resolve_threads(self._settings, arena.shape(0).record_bytes)
+        where = placement.place(self._settings, arena.shape(0).record_bytes)
         arena.close()
         try:
-            server = JobServer(self._ctl_path, self._arena_path, variant=self._settings.ct_isa, threads=threads, cpus=self._settings.cpus)
+            server = JobServer(
+                self._ctl_path,
+                self._arena_path,
+                variant=self._settings.ct_isa,
+                threads=where.threads,
+                cpus=where.other_cpus,
+                tune=True,
+                huge_pages=True,
+            )
         except ValueError as error:
             raise ConfigError(f"GLM53_CT_ISA, GLM53_CT_CPUS or GLM53_CT_THREADS: {error}", param="GLM53_CT_ISA") from None
-        stats = server.stats()
-        log.info("attached to %s: kernel %s (%s), %d threads (%s)", self._ctl_path, stats["kernel"], stats["kernel_reason"], threads, why)
-        self._last_reason = ""
+        # After the server's own threads have started: its heartbeat must not share a CPU with the kernel.
+        if where.own_cpu is not None:
+            pin(where.own_cpu)
+        self._tell_attached(server, where)
         return server
+
+    def _tell_attached(self, server: JobServer, where: placement.Placement) -> None:
+        stats = server.stats()
+        self.metrics.attached(where.threads)
+        log.info("attached to %s: kernel %s (%s)", self._ctl_path, stats["kernel"], stats["kernel_reason"])
+        cpus = f" on CPUs {', '.join(map(str, where.cpus))}" if where.cpus else ""
+        log.info("%d kernel threads%s (%s)", where.threads, cpus, where.reason)
+        if stats["huge_bytes"] < 0:
+            log.info("arena in 2 MiB pages: unknown (%s)", stats["huge_note"])
+        else:
+            log.info("arena in 2 MiB pages: %.1f MiB%s", stats["huge_bytes"] / 2**20, f" ({stats['huge_note']})" * bool(stats["huge_note"]))
+        self._last_reason = ""
 
     def _serve(self, server: JobServer) -> bool:
         """Serves one attachment; True when a signal ended it."""
+        told = 0.0
         while True:
             step = server.run(SERVE_SLICE_MS)
+            self.metrics.beat()
+            if step is ServerStep.QUIT or time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                self.metrics.served(server.stats())
             if self._signals.wait(0) is not None:
                 self._drain(server)
                 return True
@@ -112,34 +155,26 @@ class ExpertWorker:
 
     def _tell(self, reason: str) -> None:
         """Logs why there is nothing to serve, once per reason."""
+        self.metrics.waiting(reason)
         if reason != self._last_reason:
             self._last_reason = reason
             log.info("waiting for a gpu_worker: %s", reason)
 
 
-def check_cpus(cpus: list[int]) -> None:
-    """Refuses CPUs that this process may not run on: pinning to them would fail, or silently do nothing.
-
-    Raises:
-        ConfigError: names them and what may be used.
-    """
-    usable = os.sched_getaffinity(0)
-    if missing := sorted(set(cpus) - usable):
-        raise ConfigError(
-            f"GLM53_CT_CPUS names CPUs {missing} that this process may not use; usable are {sorted(usable)}", param="GLM53_CT_CPUS"
-        )
+def pin(cpu: int) -> None:
+    """Keeps this thread on a CPU. A CPU that was taken away since it was chosen is no reason not to serve."""
+    try:
+        os.sched_setaffinity(0, {cpu})
+    except OSError as error:
+        log.warning("not pinned to CPU %d: %s", cpu, error)
 
 
-def resolve_threads(settings: CpuExpertSettings, record_bytes: int) -> tuple[int, str]:
-    """Number of kernel threads, and why."""
-    if settings.ct_threads:
-        return settings.ct_threads, "GLM53_CT_THREADS"
-    if settings.cpus:
-        return len(settings.cpus), "one per CPU of GLM53_CT_CPUS"
-    if record_bytes < BIG_RECORD_BYTES:
-        return 1, "small experts"
-    usable = len(os.sched_getaffinity(0))
-    return max(1, usable - 2), f"{usable} usable CPUs, two for the other processes"
+def unpin(usable: set[int]) -> None:
+    """Lets this thread use all of these CPUs again, or all that are left when the CPU set shrank to others meanwhile."""
+    try:
+        os.sched_setaffinity(0, usable)
+    except OSError:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 def _summary(server: JobServer) -> str:

@@ -35,7 +35,9 @@ class GpuWorkerSettings(ServiceSettings):
         "auto", validation_alias="GLM53_MODE", description="Tiers that serve the experts: auto takes fast. The nvme modes need a GPU build."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", validation_alias="GLM53_DEVICE", description="What computes the model: auto takes the GPU where exllamav3 and one are there."
+        "auto",
+        validation_alias="GLM53_DEVICE",
+        description="What computes the model: auto takes the GPU where exllamav3 and one are there.",
     )
     context_tokens: int = Field(
         0,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from kernels.python import segments, text_ops
+from kernels.python import host, segments, text_ops
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.errors import KernelError, ShmInUse, ShmNoSpace, TierTimeout
@@ -236,13 +236,19 @@ def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list
     """The arena with every record in it, and how it came about."""
     path = segments.arena_path(settings.shm_dir, settings.instance)
     try:
-        arena = Arena.attach_or_create(path, shapes, checkpoint.config.n_routed_experts, checkpoint.hash)
+        # All of the arena's pages are taken when it is made.
+        with host.memory_on(settings.ct_numa_node) as placed:
+            arena = Arena.attach_or_create(path, shapes, checkpoint.config.n_routed_experts, checkpoint.hash)
+    except host.NoSuchNodeError as error:
+        raise ConfigError(f"GLM53_CT_NUMA_NODE={settings.ct_numa_node}: {error}", param="GLM53_CT_NUMA_NODE") from error
     except ShmNoSpace as error:
         raise ConfigError(f"{settings.shm_dir} is too small for the expert records: {error}", param="GLM53_SHM_DIR") from error
     except ShmInUse as error:
         raise ConfigError(f"another worker serves instance {settings.instance!r}: {error}", param="GLM53_INSTANCE") from error
     except (KernelError, OSError) as error:
         raise ConfigError(f"GLM53_SHM_DIR={settings.shm_dir} cannot hold the expert records: {error}", param="GLM53_SHM_DIR") from error
+    if placed:
+        log.info("GLM53_CT_NUMA_NODE=%d: %s", settings.ct_numa_node, placed)
     if arena.reattached:
         return arena, "re-attached: the records of an earlier worker are still in shared memory"
     try:
