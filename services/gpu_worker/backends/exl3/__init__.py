@@ -1,0 +1,11 @@
+"""The backend of a machine with an NVIDIA GPU: stock exllamav3 with its routed experts in host memory.
+
+    loader.py     from a checkpoint to a running backend
+    backend.py    streams, prefill, decode
+    pages.py      which cache pages belong to which stream
+    records.py    the arena's records, pinned, and device views of them
+    experts.py    slots in VRAM, admissions, staging of prefills: what moves bytes and writes addresses
+    placement.py  which record is in which slot, and which should be
+
+Only loader.py, backend.py, records.py and experts.py import torch.
+"""

@@ -1,0 +1,194 @@
+"""`Backend` on a GPU: stock exllamav3's forward pass over its own cache; this file gives it streams, chunks and batches.
+
+The passes are those that exllamav3's own generator makes (same rows, same block tables, same states), so logits have its bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
+from services.gpu_worker.backends.exl3.experts import ExpertStore
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PageTable, pages_for
+from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.patches.replace import Replacements
+
+SCORED_ROWS = 256  # logits of so many positions at once: at a real vocabulary 256 rows are 160 MB
+_TABLE_STEP = 16  # pages; block tables come in few widths, as exllamav3's generator makes them
+
+
+class GpuStream:
+    """One stream: its pages and its recurrent state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.pages: list[int] = []
+        self.length = 0
+
+
+class Exl3Backend:
+    """Serves a loaded model.
+
+    Args:
+        model: exllamav3's, loaded and patched.
+        cache: its cache.
+        experts: the routed experts.
+        records: pinned.
+        replacements: undoes the patches.
+        info: the facts.
+    """
+
+    def __init__(
+        self, model: Any, cache: Any, experts: ExpertStore, records: PinnedRecords, replacements: Replacements, info: BackendInfo
+    ) -> None:
+        self.info = info
+        self.experts = experts
+        self._model, self._cache = model, cache
+        self._records, self._replacements = records, replacements
+        self._pages = PageTable(cache.max_num_tokens // PAGE_TOKENS)
+        self._recurrent = bool(model.get_recurrent_layers())
+        self._open: dict[int, GpuStream] = {}
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._logits = torch.empty((info.max_streams, info.vocab_size), dtype=torch.float32, pin_memory=True)
+        self._staging: dict[tuple[str, int], torch.Tensor] = {}
+
+    @property
+    def progress(self) -> int:
+        """Layers with experts that were launched."""
+        return self.experts.progress
+
+    @property
+    def streams_free(self) -> int:
+        """Streams that can be opened and grow to the whole context."""
+        fits = self._pages.num_pages // pages_for(self.info.max_context)
+        return max(0, min(self.info.max_streams, fits) - len(self._open))
+
+    @property
+    def memory_tokens(self) -> tuple[int, int]:
+        """(tokens held, tokens reserved)."""
+        streams = list(self._open.values())
+        return sum(s.length for s in streams), sum(len(s.pages) for s in streams) * PAGE_TOKENS
+
+    def open_stream(self, snapshot: Snapshot | None = None) -> GpuStream:
+        """Opens an empty stream. There are no snapshots to continue."""
+        if snapshot is not None:
+            raise RuntimeError("this backend makes no snapshots")
+        if self.streams_free <= 0:
+            raise RuntimeError(f"all {self.info.max_streams} streams are open, or the cache's {self._pages.num_pages} pages are reserved")
+        stream = GpuStream(self._cache.get_new_state() if self._recurrent else None)
+        self._open[id(stream)] = stream
+        return stream
+
+    def snapshot(self, stream: Stream) -> None:
+        """None: a recurrent state can only be kept together with a whole number of pages, which the engine does not ask for."""
+        del stream
+
+    def close_stream(self, stream: Stream) -> None:
+        """Gives pages and state back."""
+        gone = self._open.pop(id(stream))
+        self._pages.release(gone.pages)
+        if gone.state is not None:
+            gone.state.free()
+
+    def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
+        """Appends a chunk of prompt."""
+        mine = cast("GpuStream", stream)
+        if all_logits:
+            pieces = [token_ids[i : i + SCORED_ROWS] for i in range(0, len(token_ids), SCORED_ROWS)]
+            return np.concatenate([self._chunk(mine, piece, len(piece)) for piece in pieces])
+        return self._chunk(mine, token_ids, 1)
+
+    def _chunk(self, stream: GpuStream, token_ids: Sequence[int], rows: int) -> Logits:
+        self._pages.grow(stream.pages, stream.length + len(token_ids))
+        params = {
+            "attn_mode": "flash_attn",
+            "block_table": torch.tensor([stream.pages], dtype=torch.int32),
+            "cache": self._cache,
+            "cache_seqlens": torch.tensor([stream.length], dtype=torch.int32),
+            "recurrent_states": [stream.state] if stream.state is not None else None,
+            "indexed_embeddings": [],
+            "last_tokens_only": rows,
+        }
+        if len(token_ids) > 1:
+            self.experts.begin_prefill(len(token_ids))
+        logits = self._forward(torch.tensor([list(token_ids)], dtype=torch.int64), params)
+        stream.length += len(token_ids)
+        result: Logits = logits[0, -rows:, : self.info.vocab_size].float().cpu().numpy()
+        self.experts.between_passes()
+        return result
+
+    def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
+        """Appends one token to each stream."""
+        batch = cast("Sequence[GpuStream]", streams)
+        for stream in batch:
+            self._pages.grow(stream.pages, stream.length + 1)
+        ids = self._pinned("ids", (len(batch), 1), torch.int64)
+        lengths = self._pinned("lengths", (len(batch),), torch.int32)
+        width = -(-max(len(stream.pages) for stream in batch) // _TABLE_STEP) * _TABLE_STEP
+        table = self._pinned("table", (len(batch), width), torch.int32)
+        table.zero_()
+        for row, (stream, token) in enumerate(zip(batch, token_ids, strict=True)):
+            ids[row, 0], lengths[row] = token, stream.length
+            table[row, : len(stream.pages)] = torch.tensor(stream.pages, dtype=torch.int32)
+        params = {
+            "attn_mode": "flash_attn",
+            "block_table": table,
+            "cache": self._cache,
+            "cache_seqlens": lengths,
+            "recurrent_states": [stream.state for stream in batch] if self._recurrent else None,
+            "indexed_embeddings": [],
+            "positions": None,
+            "recurrent_history": False,
+            "pinned_staging": True,
+        }
+        logits = self._forward(ids, params)
+        for stream in batch:
+            stream.length += 1
+        out = self._logits[: len(batch)]
+        out.copy_(logits[:, -1, : self.info.vocab_size].float(), non_blocking=True)
+        # The step's one wait: for the compute stream alone, copies of experts go on.
+        torch.cuda.current_stream(self._device).synchronize()
+        result: Logits = out.numpy().copy()
+        self.experts.between_passes()
+        return result
+
+    def _forward(self, ids: torch.Tensor, params: dict[str, Any]) -> Any:
+        try:
+            return self._model.forward(ids, params)
+        except torch.AcceleratorError as error:
+            # After a device error every later call fails too.
+            raise BackendLostError(f"the GPU failed: {error}") from error
+
+    def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A pinned buffer that is used again; the step before has been waited for."""
+        key = (name, shape[1] if len(shape) > 1 else 0)
+        if key not in self._staging:
+            self._staging[key] = torch.zeros((self.info.max_streams, *shape[1:]), dtype=dtype, pin_memory=True)
+        return self._staging[key][: shape[0]]
+
+    def check_idle(self) -> None:
+        """Raises RuntimeError when streams or pages are held although no stream should be open."""
+        if self._open:
+            raise RuntimeError(f"{len(self._open)} streams are open although no request runs: their memory leaked")
+        if self._pages.num_free != self._pages.num_pages:
+            raise RuntimeError(f"{self._pages.num_pages - self._pages.num_free} cache pages are held by no stream")
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the experts."""
+        return self.experts.stats()
+
+    def verify(self) -> VerifyReport:
+        """Re-reads every record and slot."""
+        return self.experts.verify()
+
+    def close(self) -> None:
+        """Takes the patches out and gives memory back; the arena stays for the next worker."""
+        torch.cuda.synchronize(self._device)
+        self._replacements.undo()
+        self._model.unload()
+        self._records.close()
+        self._records.arena.close()

@@ -1,0 +1,350 @@
+"""Moves routed experts between host and VRAM, and keeps every address of theirs right. `before_experts` is where a pass meets it.
+
+Decode (rows <= 8): nothing is waited for. A record in a slot is read there (HIT), any other in pinned host memory (ZERO_COPY). What was
+picked is copied to the host behind the router; between two steps the placement decides what to admit (ADMIT), the copies run on a stream of
+their own beside the next step, and a record counts as resident when a later look finds its copy done.
+
+Prefill: what is missing is staged a layer ahead. The last slots are lent for it as two halves, one per layer in turn: layer l computes from
+one while layer l + 1 lands in the other.
+
+Every write of an address is enqueued on the compute stream between the kernels that must see the old one and those that must see the new
+one. A slot is overwritten only behind an event that the compute stream records after the last kernel that may read it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.backends.base import VerifyReport
+from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
+from services.gpu_worker.backends.exl3.records import PinnedRecords, typed_part
+from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
+
+DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """What the store does on its own."""
+
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    admit: bool = True  # change the cache between decode steps
+    stage_min_rows: int = 64  # shorter prefills read what is missing in place
+
+
+@dataclass
+class Landing:
+    """Copies under way; done when the event is."""
+
+    done: Any
+    moves: list[Move]
+
+
+@dataclass
+class Staging:
+    """One staged prefill pass."""
+
+    first: tuple[int, int]  # first slot of each half
+    experts: list[NDArray[np.int64]]  # per layer: experts that are staged, ascending
+    staged: list[Any]  # per layer: event, recorded when its copies are done
+    computed: list[Any]  # per layer: event, recorded when its kernels are done
+    next_layer: int = 0  # the next layer to stage
+    inside: int = NONE  # the layer whose tables point at staged records
+
+
+class ExpertStore:
+    """Slots in VRAM for one model. The forward pass's thread calls everything but `stats` and `verify`.
+
+    Args:
+        records: pinned.
+        table: int64 [layers, 9, experts] on the device: the tables that exllamav3's kernels read.
+        layers: loaded with views of `records`.
+        num_slots: records that VRAM is taken for now.
+        top_k: picks of a token.
+        options: policy.
+    """
+
+    def __init__(
+        self,
+        records: PinnedRecords,
+        table: torch.Tensor,
+        layers: list[MoeLayer],
+        num_slots: int,
+        top_k: int,
+        options: ExpertOptions | None = None,
+    ) -> None:
+        self.options = options or ExpertOptions()
+        self.progress = 0
+        self.paused = False  # warm-up: picks mean nothing
+        self.placement = Placement(records.num_records, num_slots, self.options.placement)
+        self._records, self._table, self._layers = records, table, layers
+        self._lock = threading.Lock()
+        self._slots = torch.empty((num_slots, records.stride), dtype=torch.uint8, device=table.device)
+        self._host_addresses = np.stack([records.addresses(layer) for layer in range(records.num_layers)])
+        # Where an expert's bytes are now: a slot, or NONE for the host; for the tables and for the tensors, which follow only when read.
+        self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
+        self._tensors_at = self._where.copy()
+        self._copy_stream = torch.cuda.Stream(table.device)
+        self._landings: list[Landing] = []
+        self._picks = torch.empty((records.num_layers, DECODE_ROWS, top_k), dtype=torch.int64, pin_memory=True)
+        self._pick_rows = np.zeros(records.num_layers, np.int64)
+        self._picks_ready = torch.cuda.Event()
+        # [0] staged, [1] resting tables of every layer, read by the device when a staged pass gets there.
+        self._staged_tables = torch.empty((2, *table.shape), dtype=torch.int64, pin_memory=True)
+        self._staging: Staging | None = None
+        self._staging_open = False
+        self._staged_pass_done = torch.cuda.Event()
+        self._counters = dict.fromkeys(
+            ("decode_steps", "decode_picks", "decode_hits", "prefill_steps", "bytes_copied", "bytes_staged", "staged_passes"), 0
+        )
+
+    # ---- the patch's side ----------------------------------------------------------------------------------------------------------
+
+    def before_experts(self, layer: int, rows: int, selected: Any) -> None:
+        """The layer's router is enqueued, its kernels are not."""
+        self.progress += 1
+        if self.paused:
+            return
+        if rows <= DECODE_ROWS:
+            self._note_picks(layer, rows, selected)
+            return
+        self._counters["prefill_steps"] += 1
+        if layer == 0 and not self._staging_open:
+            self.begin_prefill(rows)
+        self._staging_open = False
+        if self._staging is not None:
+            self._enter_staged(self._staging, layer)
+
+    def after_experts(self, layer: int) -> None:
+        """The layer's kernels are enqueued."""
+        if self._staging is not None and self._staging.inside == layer:
+            self._leave_staged(self._staging, layer)
+
+    def before_single_expert(self, layer: int, expert: int) -> None:
+        """The next kernel reads the expert's tensors: they are pointed at where its tables point."""
+        slot = self._staged_slot(layer, expert)
+        if slot == NONE:
+            slot = int(self._where[layer, expert])
+        if slot == int(self._tensors_at[layer, expert]):
+            return
+        shape, mlp = self._records.shapes[layer], self._layers[layer].mlp
+        with torch.inference_mode():
+            for projection, linears in zip(PROJECTIONS, (mlp.gates, mlp.ups, mlp.downs), strict=True):
+                for part in ("trellis", "suh", "svh"):
+                    if slot == NONE:
+                        source = self._records.view(Place(layer, expert, projection), part)
+                    else:
+                        source = typed_part(self._slots[slot], shape, projection, part)
+                    # In place: exllamav3's compiled objects share the tensor.
+                    getattr(linears[expert].inner, part).set_(source)
+        self._tensors_at[layer, expert] = slot
+
+    def _note_picks(self, layer: int, rows: int, selected: Any) -> None:
+        if layer == 0:
+            self.between_passes()
+        self._picks[layer, :rows].copy_(selected, non_blocking=True)
+        self._pick_rows[layer] = rows
+        if layer == self._records.num_layers - 1:
+            self._picks_ready.record()
+
+    # ---- decode: admissions between steps ------------------------------------------------------------------------------------------
+
+    def between_passes(self) -> None:
+        """Looks at what the last decode step picked and at copies that are done; starts new ones. Never waits for the device."""
+        with self._lock:
+            picked = self._take_picks()
+            changed = self._settle()
+            moves = self.placement.plan(picked) if picked is not None and self.options.admit else []
+            changed += [move.evicted for move in moves if move.evicted != NONE]
+            self._point(changed)
+            if moves:
+                self._start_copies(moves)
+
+    def _take_picks(self) -> NDArray[np.int64] | None:
+        """Distinct records of the last decode step, or None when there was none or its picks are not here yet."""
+        if not self._pick_rows.all() or not self._picks_ready.query():
+            return None
+        picks = self._picks.numpy()
+        per_layer = [
+            np.unique(picks[layer, : self._pick_rows[layer]]) + layer * self._records.num_experts for layer in range(len(self._pick_rows))
+        ]
+        every = np.concatenate(
+            [picks[layer, :rows].ravel() + layer * self._records.num_experts for layer, rows in enumerate(self._pick_rows)]
+        )
+        self._counters["decode_steps"] += len(self._pick_rows)
+        self._counters["decode_picks"] += len(every)
+        self._counters["decode_hits"] += int(np.count_nonzero(self._where.ravel()[every] != NONE))
+        self._pick_rows[:] = 0
+        records = np.concatenate(per_layer)
+        self.placement.touch(records)
+        return records
+
+    def _settle(self) -> list[int]:
+        """Records whose copies are done."""
+        landed: list[int] = []
+        while self._landings and self._landings[0].done.query():
+            landing = self._landings.pop(0)
+            landed += [move.record for move in landing.moves if self.placement.landed(move.slot, move.record)]
+        return landed
+
+    def _point(self, records: Iterable[int]) -> None:
+        """Writes the tables of records whose placement changed, behind everything that the compute stream was given so far."""
+        ids = np.array(sorted(set(records)), np.int64)
+        if len(ids) == 0:
+            return
+        layers, experts = ids // self._records.num_experts, ids % self._records.num_experts
+        slots = np.array([self.placement.slot(int(record)) for record in ids], np.int64)
+        self._where[layers, experts] = slots
+        values = self._base(layers, experts, slots)[:, None] + self._records.offsets[layers]
+        rows = np.arange(values.shape[1], dtype=np.int64)
+        flat = (layers[:, None] * values.shape[1] + rows) * self._records.num_experts + experts[:, None]
+        message = torch.from_numpy(np.stack([flat.ravel(), values.ravel()])).to(self._table.device, non_blocking=True)
+        with torch.inference_mode():
+            self._table.view(-1).index_copy_(0, message[0], message[1])
+
+    def _base(self, layers: NDArray[np.int64], experts: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Device addresses of records in slots, or on the host where a slot is NONE."""
+        in_slot = self._slots.data_ptr() + slots * self._records.stride
+        return np.where(slots == NONE, self._host_addresses[layers, experts], in_slot)
+
+    def _start_copies(self, moves: list[Move]) -> None:
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        with torch.cuda.stream(self._copy_stream):
+            for move in moves:
+                self._slots[move.slot].copy_(self._records.host[move.record], non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self._landings.append(Landing(done, moves))
+        self._counters["bytes_copied"] += len(moves) * self._records.stride
+
+    # ---- prefill: staging a layer ahead ---------------------------------------------------------------------------------------------
+
+    def begin_prefill(self, rows: int) -> None:
+        """A prefill pass of so many rows is about to run; its first two layers are staged from now on."""
+        self._staging, self._staging_open = None, True
+        # No more slots than the layer that misses most can fill.
+        half = min(self.placement.num_slots // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
+        if self.paused or rows < self.options.stage_min_rows or half == 0:
+            return
+        # The tables in pinned memory belong to the pass before until it has read them all.
+        self._staged_pass_done.synchronize()
+        first = self.placement.num_slots - 2 * half
+        with self._lock:
+            self._point(self.placement.vacate(range(first, self.placement.num_slots), remember=self.options.admit))
+        self._staging = self._plan_staging(half, (first, first + half))
+        self._counters["staged_passes"] += 1
+        self._stage_next(self._staging)
+        self._stage_next(self._staging)
+
+    def _plan_staging(self, half: int, first: tuple[int, int]) -> Staging:
+        num_layers, num_experts = self._where.shape
+        experts = [np.flatnonzero(self._where[layer] == NONE)[:half] for layer in range(num_layers)]
+        tables = self._staged_tables.numpy()
+        all_experts = np.arange(num_experts)
+        for layer, chosen in enumerate(experts):
+            slots = self._where[layer].copy()
+            layers = np.full(num_experts, layer)
+            offsets = self._records.offsets[layer][:, None]
+            tables[1, layer] = self._base(layers, all_experts, slots) + offsets
+            slots[chosen] = first[layer % 2] + np.arange(len(chosen))
+            tables[0, layer] = self._base(layers, all_experts, slots) + offsets
+        events = [torch.cuda.Event() for _ in range(2 * num_layers)]
+        return Staging(first, experts, events[:num_layers], events[num_layers:])
+
+    def _stage_next(self, staging: Staging) -> None:
+        """Starts the copies of the next layer, behind the kernels that read its half of the slots last."""
+        layer = staging.next_layer
+        if layer >= len(staging.experts):
+            return
+        staging.next_layer += 1
+        if layer < 2:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        else:
+            self._copy_stream.wait_event(staging.computed[layer - 2])
+        slot, record = staging.first[layer % 2], layer * self._records.num_experts
+        with torch.cuda.stream(self._copy_stream):
+            for expert, count in runs(int(e) for e in staging.experts[layer]):
+                source = self._records.host[record + expert : record + expert + count]
+                self._slots[slot : slot + count].copy_(source, non_blocking=True)
+                slot += count
+            staging.staged[layer].record()
+        self._counters["bytes_staged"] += len(staging.experts[layer]) * self._records.stride
+
+    def _enter_staged(self, staging: Staging, layer: int) -> None:
+        while staging.next_layer <= layer:
+            self._stage_next(staging)
+        torch.cuda.current_stream(self._table.device).wait_event(staging.staged[layer])
+        self._table[layer].copy_(self._staged_tables[0, layer], non_blocking=True)
+        staging.inside = layer
+
+    def _leave_staged(self, staging: Staging, layer: int) -> None:
+        self._table[layer].copy_(self._staged_tables[1, layer], non_blocking=True)
+        staging.inside = NONE
+        staging.computed[layer].record()
+        self._staged_pass_done.record()
+        self._stage_next(staging)
+
+    def _staged_slot(self, layer: int, expert: int) -> int:
+        """The staging slot that the layer's tables point at now, or NONE."""
+        staging = self._staging
+        if staging is None or staging.inside != layer:
+            return NONE
+        place = int(np.searchsorted(staging.experts[layer], expert))
+        if place == len(staging.experts[layer]) or staging.experts[layer][place] != expert:
+            return NONE
+        return staging.first[layer % 2] + place
+
+    # ---- tests, measurements, other threads -----------------------------------------------------------------------------------------
+
+    def place(self, records: Iterable[int]) -> None:
+        """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""
+        wanted = list(records)
+        torch.cuda.synchronize(self._table.device)
+        with self._lock:
+            self._staging = None
+            self._landings.clear()
+            self._pick_rows[:] = 0
+            lost = self.placement.vacate(range(self.placement.num_slots), remember=False)
+            for slot, record in enumerate(wanted):
+                self._slots[slot].copy_(self._records.host[record])
+                self.placement.put(record, slot)
+            self._point([*lost, *wanted])
+        torch.cuda.synchronize(self._table.device)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, JSON-ready."""
+        with self._lock:
+            return {
+                **self._counters,
+                "slots": self.placement.num_slots,
+                "slots_used": self.placement.slots_used,
+                "admissions": self.placement.admissions,
+                "evictions": self.placement.evictions,
+                "arena_bytes": self._records.num_bytes,
+            }
+
+    def verify(self) -> VerifyReport:
+        """Compares every record with its checksum and every slot with its record."""
+        arena, bad = self._records.arena, 0
+        for layer in range(self._records.num_layers):
+            for expert in range(self._records.num_experts):
+                bad += not arena.check(layer, expert)
+        checked = bad_slots = 0
+        for slot in range(self.placement.num_slots):
+            # One slot at a time, so that no step waits for more than one copy.
+            with self._lock:
+                record = self.placement.record_in(slot)
+                if record == NONE:
+                    continue
+                held = self._slots[slot].cpu()
+            checked += 1
+            size = self._records.shapes[record // self._records.num_experts].record_bytes
+            bad_slots += not torch.equal(held[:size], self._records.host[record][:size])
+        return VerifyReport(self._records.num_records, bad, checked, bad_slots)

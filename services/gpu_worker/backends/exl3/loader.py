@@ -1,0 +1,231 @@
+"""From a checkpoint to a running backend: the arena is filled and pinned, exllamav3 loads the rest, slots take what VRAM is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from kernels.python._layout import ABI_VERSION
+from kernels.python.arena import Arena
+from kernels.python.expert import ExpertShape
+from services.common.errors import ConfigError
+from services.gpu_worker.backends import cpu, cpu_arena
+from services.gpu_worker.backends.base import BackendInfo
+from services.gpu_worker.backends.exl3.backend import Exl3Backend
+from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
+from services.gpu_worker.backends.exl3.placement import PlacementOptions
+from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.model_config import TextConfig
+from services.gpu_worker.patches import dispatch, expert_load, pointer_tables, upstream
+from services.gpu_worker.patches.replace import Replacements
+from services.gpu_worker.settings import GpuWorkerSettings
+
+log = logging.getLogger(__name__)
+
+Note = Callable[[float, str], None]
+DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
+DEFAULT_CONTEXT = 32_768
+DEFAULT_CHUNK = 8192
+
+
+@dataclass
+class Loaded:
+    """A patched model before it has slots."""
+
+    model: Any
+    cache: Any
+    layers: list[expert_load.MoeLayer]
+    records: PinnedRecords
+    table: torch.Tensor
+    replacements: Replacements
+
+
+def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device_reason: str) -> Exl3Backend:
+    """Loads a checkpoint on the GPU.
+
+    Args:
+        settings: the worker's settings.
+        checkpoint: opened.
+        note: called with a fraction 0..1 and what is being loaded.
+        device_reason: why the GPU was chosen.
+
+    Raises:
+        CheckpointError: names tensor and file.
+        ConfigError: a setting, exllamav3 or the machine does not fit.
+    """
+    upstream.check()
+    mode, mode_reason = resolve_mode(settings.mode)
+    chunk = resolve_chunk(settings)
+    max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
+    note(0.0, "checking the experts")
+    shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
+    arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
+    note(0.6, "pinning the experts and loading the rest of the model")
+    loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
+    if settings.warm_up:
+        note(0.85, "warming up")
+        warm_up(loaded, chunk, settings.max_streams)
+    slots, slots_reason = resolve_slots(
+        settings.ec_max_slots, free_bytes(), int(settings.ec_reserve_gb * (1 << 30)), loaded.records.stride, loaded.records.num_records
+    )
+    options = ExpertOptions(PlacementOptions(admit_after=settings.ec_admit_after))
+    store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
+    log.info("slots = %d of %d experts (%s)", slots, loaded.records.num_records, slots_reason)
+    info = BackendInfo(
+        vocab_size=checkpoint.config.vocab_size,
+        max_context=max_context,
+        max_streams=settings.max_streams,
+        device="cuda",
+        device_reason=f"{device_reason}; {torch.cuda.get_device_name(DEVICE)}",
+        mode=mode,
+        mode_reason=mode_reason,
+        kernel_variant=f"{upstream.PACKAGE} {upstream.VERSION}",
+        kernel_reason="exact: the decode and prefill kernels are exllamav3's own",
+        arithmetic_version=0,
+        abi_version=ABI_VERSION,
+        arena=arena_reason,
+        chunk_size=chunk,
+        page_tokens=PAGE_TOKENS,
+    )
+    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info)
+
+
+def load_model(
+    checkpoint: Checkpoint, arena: Arena, shapes: list[ExpertShape], *, cache_tokens: int, max_streams: int, chunk: int
+) -> Loaded:
+    """exllamav3's model with its routed experts in the arena, read in place: correct, slow, without slots.
+
+    The text model alone is loaded: no vision tower, no prediction head.
+    """
+    # Late: importing exllamav3 loads (or compiles) its extension.
+    from exllamav3 import Cache, Config, Model
+    from exllamav3.ext import exllamav3_ext
+    from exllamav3.modules import block_sparse_mlp
+    from exllamav3.modules.quant.exl3 import LinearEXL3
+
+    torch.cuda.set_device(DEVICE)
+    config = Config.from_directory(str(checkpoint.path))
+    model = Model.from_config(config)
+    layers = expert_load.find_moe_layers(model, block_sparse_mlp.BlockSparseMLP)
+    if (len(layers), layers[0].num_experts) != (arena.num_layers, arena.experts_per_layer):
+        raise ConfigError(
+            f"{checkpoint.path}: exllamav3 finds {len(layers)} x {layers[0].num_experts} experts, config.json has "
+            f"{arena.num_layers} x {arena.experts_per_layer}",
+            param="GLM53_MODEL_DIR",
+        )
+    cache = Cache(model, max_num_tokens=cache_tokens, max_batch_size=max_streams)
+    records = PinnedRecords(arena, shapes, DEVICE, exllamav3_ext)
+    table = torch.zeros((len(layers), len(pointer_tables.ROWS), arena.experts_per_layer), dtype=torch.int64, device=f"cuda:{DEVICE}")
+    replacements = Replacements()
+    try:
+        expert_load.install(replacements, layers, LinearEXL3, records.view)
+        with Replacements() as while_loading:
+            pointer_tables.install(while_loading, block_sparse_mlp, expert_load.places(layers), table)
+            model.load(device=f"cuda:{DEVICE}", max_chunk_size=chunk, progressbar=False)
+        config.stc.close()
+        pointer_tables.share_reconstruct_scales(
+            layers, lambda mlp: torch.empty((1, mlp.multi_up.in_features), dtype=torch.float16, device=f"cuda:{DEVICE}")
+        )
+    except BaseException:
+        replacements.undo()
+        records.close()
+        raise
+    return Loaded(model, cache, layers, records, table, replacements)
+
+
+def make_store(loaded: Loaded, num_slots: int, top_k: int, options: ExpertOptions | None = None) -> ExpertStore:
+    """Slots for a loaded model, and the hooks into its layers."""
+    store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
+    dispatch.install(loaded.replacements, loaded.layers, store)
+    return store
+
+
+def warm_up(loaded: Loaded, chunk: int, max_streams: int) -> None:
+    """Compiles and tunes what the first requests would wait for.
+
+    Raises:
+        ConfigError: a pass failed; names it.
+    """
+    failed = loaded.model.warmup(cache=loaded.cache, max_chunk_size=chunk, max_batch_size=max_streams)
+    torch.cuda.synchronize(DEVICE)
+    if failed:
+        raise ConfigError(f"exllamav3's warm-up failed at: {', '.join(failed)}. Is there enough VRAM?", param="GLM53_CHUNK_SIZE")
+
+
+def free_bytes() -> int:
+    """VRAM that nobody has taken."""
+    return int(torch.cuda.mem_get_info(DEVICE)[0])
+
+
+def resolve_slots(asked: int, free: int, reserve: int, stride: int, num_records: int) -> tuple[int, str]:
+    """How many records VRAM gets places for, and why.
+
+    Args:
+        asked: GLM53_EC_MAX_SLOTS, 0 for as many as fit.
+        free: bytes of VRAM.
+        reserve: bytes of it that stay free.
+        stride: bytes of a slot.
+        num_records: experts of the model.
+
+    Raises:
+        ConfigError: not a single one fits.
+    """
+    fits = max(0, (free - reserve) // stride)
+    if fits < 1:
+        raise ConfigError(
+            f"{free >> 20} MiB of VRAM are free after loading and {reserve >> 20} MiB are kept in reserve: not one expert of "
+            f"{stride / (1 << 20):.1f} MiB fits. Lower GLM53_CACHE_TOKENS, GLM53_CHUNK_SIZE or GLM53_EC_RESERVE_GB",
+            param="GLM53_EC_RESERVE_GB",
+        )
+    slots = min(fits, num_records, asked or num_records)
+    if slots == num_records:
+        return slots, "every expert fits"
+    if slots == asked:
+        return slots, "GLM53_EC_MAX_SLOTS"
+    return slots, f"{free >> 20} MiB free, {reserve >> 20} MiB reserve"
+
+
+def resolve_mode(mode: str) -> tuple[Literal["exact"], str]:
+    """The mode that is served, and why.
+
+    Raises:
+        ConfigError: a mode that the GPU backend does not have.
+    """
+    if mode == "auto":
+        return "exact", "auto: the GPU backend serves exact"
+    if mode == "exact":
+        return "exact", "asked for"
+    raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto or exact", param="GLM53_MODE")
+
+
+def resolve_chunk(settings: GpuWorkerSettings) -> int:
+    """Prompt tokens of one pass.
+
+    Raises:
+        ConfigError: less than a page.
+    """
+    if not settings.is_set("chunk_size"):
+        return DEFAULT_CHUNK
+    if settings.chunk_size < PAGE_TOKENS:
+        raise ConfigError(
+            f"GLM53_CHUNK_SIZE={settings.chunk_size} is less than a cache page of {PAGE_TOKENS} tokens: raise it", param="GLM53_CHUNK_SIZE"
+        )
+    return settings.chunk_size
+
+
+def resolve_context(asked: int, cache_tokens: int, config: TextConfig) -> int:
+    """Most tokens of a stream.
+
+    Raises:
+        ConfigError: more than the model or the cache has.
+    """
+    limit, name = min((config.max_position_embeddings, "the checkpoint's max_position_embeddings"), (cache_tokens, "GLM53_CACHE_TOKENS"))
+    if asked > limit:
+        raise ConfigError(f"GLM53_CONTEXT_TOKENS={asked} is more than {name} {limit}: lower it", param="GLM53_CONTEXT_TOKENS")
+    return asked or min(DEFAULT_CONTEXT, limit)

@@ -1,0 +1,202 @@
+"""Which record is in which slot, and which record should get one. Plain arithmetic: no device, no clock.
+
+A record is (layer, expert) as one number, layer * experts + expert. Heat is how likely a record is to be wanted in the next decode step:
+a slow count (long-run popularity) and a fast one (what the last tokens used). Slots are shared by all layers, so a layer with a skewed
+popularity gets more of them. Prefill neither heats nor evicts anything for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+NONE = -1
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """How the cache behaves."""
+
+    admit_after: int = 2  # a record gets a slot at its k-th touch
+    max_admissions: int = 48  # per decode step: what the link copies beside one step without delaying it much
+    margin: float = 1.1  # a newcomer must be this much hotter than the record it replaces
+    slow_half_life: float = 200.0  # decode steps
+    fast_half_life: float = 0.5
+    fast_weight: float = 0.25
+
+
+@dataclass(frozen=True)
+class Move:
+    """A record that is to be copied into a slot. `evicted` was there, or NONE."""
+
+    record: int
+    slot: int
+    evicted: int
+
+
+class Placement:
+    """Slots and heat.
+
+    Args:
+        num_records: layers * experts.
+        num_slots: records that fit into the device.
+        options: the policy.
+    """
+
+    def __init__(self, num_records: int, num_slots: int, options: PlacementOptions | None = None) -> None:
+        if not 0 <= num_slots <= num_records:
+            raise ValueError(f"num_slots is {num_slots}, need 0..{num_records}")
+        self.options = options or PlacementOptions()
+        self.num_records, self.num_slots = num_records, num_slots
+        self._slot_of = np.full(num_records, NONE, np.int64)
+        self._record_in = np.full(num_slots, NONE, np.int64)
+        self._landing = np.zeros(num_slots, np.bool_)
+        self._slow = np.zeros(num_records, np.float64)
+        self._fast = np.zeros(num_records, np.float64)
+        self._touches = np.zeros(num_records, np.int64)
+        self._wanted: list[int] = []  # records that lost their slot to a prefill
+        self.admissions = self.evictions = 0
+
+    # ---- what is where -----------------------------------------------------------------------------------------------------------
+
+    def slot(self, record: int) -> int:
+        """The slot that holds the whole record, or NONE."""
+        slot = int(self._slot_of[record])
+        return NONE if slot == NONE or self._landing[slot] else slot
+
+    def resident(self, first: int, count: int) -> NDArray[np.int64]:
+        """Slots of `count` records from `first` on, NONE where a record is not whole in one: int64 [count]."""
+        slots = self._slot_of[first : first + count].copy()
+        held = slots != NONE
+        slots[held] = np.where(self._landing[slots[held]], NONE, slots[held])
+        return slots
+
+    def record_in(self, slot: int) -> int:
+        """The record that is whole in the slot, or NONE."""
+        return NONE if self._landing[slot] else int(self._record_in[slot])
+
+    @property
+    def slots_used(self) -> int:
+        """Slots with a whole record."""
+        return int(np.count_nonzero((self._record_in != NONE) & ~self._landing))
+
+    def residents(self) -> list[tuple[int, int]]:
+        """(slot, record) of every slot with a whole record."""
+        return [(int(s), int(self._record_in[s])) for s in np.flatnonzero((self._record_in != NONE) & ~self._landing)]
+
+    # ---- decode ------------------------------------------------------------------------------------------------------------------
+
+    def touch(self, records: Ids) -> None:
+        """One decode step used these records, each named once."""
+        options = self.options
+        slow, fast = 0.5 ** (1 / options.slow_half_life), 0.5 ** (1 / options.fast_half_life)
+        self._slow *= slow
+        self._fast *= fast
+        # Scaled so that both counts are chances per step.
+        self._slow[records] += 1 - slow
+        self._fast[records] += 1 - fast
+        self._touches[records] += 1
+
+    def heat(self, records: Ids) -> NDArray[np.float64]:
+        """How likely each record is to be used in the next step."""
+        result: NDArray[np.float64] = self._slow[records] + self.options.fast_weight * self._fast[records]
+        return result
+
+    def plan(self, picked: Ids) -> list[Move]:
+        """Moves for the misses of a step, hottest first; the slots count as landing from now on.
+
+        Args:
+            picked: records that the step used; none of them is evicted.
+        """
+        wanted = self._candidates(picked)
+        free = list(np.flatnonzero(self._record_in == NONE))
+        moves = [self._land(record, int(slot)) for record, slot in zip(wanted, free, strict=False)]
+        rest = wanted[len(moves) :]
+        if not rest:
+            return moves
+        victims = self._victims(picked, len(rest))
+        heat = self.heat(np.array(rest, np.int64))
+        for record, record_heat, victim in zip(rest, heat, victims, strict=False):
+            if record_heat <= self.options.margin * self.heat(np.array([victim]))[0]:
+                break
+            moves.append(self._land(record, int(self._slot_of[victim])))
+        return moves
+
+    def _candidates(self, picked: Ids) -> list[int]:
+        missing = picked[self._slot_of[picked] == NONE]
+        missing = missing[self._touches[missing] >= self.options.admit_after]
+        back = [record for record in self._wanted if self._slot_of[record] == NONE]
+        ranked = sorted({*map(int, missing), *back}, key=lambda record: (-self.heat(np.array([record]))[0], record))
+        self._wanted = [record for record in back if record not in ranked[: self.options.max_admissions]]
+        return ranked[: self.options.max_admissions]
+
+    def _victims(self, picked: Ids, count: int) -> list[int]:
+        """The coldest records that may lose their slot, coldest first."""
+        held = self._record_in[(self._record_in != NONE) & ~self._landing]
+        held = held[~np.isin(held, picked)]
+        heat = self.heat(held)
+        if count < len(held):
+            chosen = np.argpartition(heat, count)[:count]
+            held, heat = held[chosen], heat[chosen]
+        return [int(record) for record in held[np.argsort(heat, kind="stable")]]
+
+    def _land(self, record: int, slot: int) -> Move:
+        evicted = int(self._record_in[slot])
+        if evicted != NONE:
+            self._slot_of[evicted] = NONE
+            self.evictions += 1
+        self._record_in[slot], self._slot_of[record], self._landing[slot] = record, slot, True
+        self.admissions += 1
+        return Move(record, slot, evicted)
+
+    def landed(self, slot: int, record: int) -> bool:
+        """The last byte of `record` is in the slot. False when the slot was given to something else meanwhile."""
+        if not self._landing[slot] or self._record_in[slot] != record:
+            return False
+        self._landing[slot] = False
+        return True
+
+    # ---- prefill, tests ----------------------------------------------------------------------------------------------------------
+
+    def vacate(self, slots: Iterable[int], *, remember: bool) -> list[int]:
+        """Empties slots; returns the records that were whole in them.
+
+        Args:
+            remember: they come back with the next decode steps.
+        """
+        lost = []
+        for slot in slots:
+            record = int(self._record_in[slot])
+            if record == NONE:
+                continue
+            if not self._landing[slot]:
+                lost.append(record)
+            if remember:
+                self._wanted.append(record)
+            self._slot_of[record], self._record_in[slot], self._landing[slot] = NONE, NONE, False
+        return lost
+
+    def put(self, record: int, slot: int) -> None:
+        """Says that a record is whole in an empty slot.
+
+        Raises:
+            ValueError: the slot or the record is taken.
+        """
+        if self._record_in[slot] != NONE or self._slot_of[record] != NONE:
+            raise ValueError(f"slot {slot} or record {record} is taken")
+        self._record_in[slot], self._slot_of[record] = record, slot
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as (first, count) of consecutive ones."""
+    result: list[tuple[int, int]] = []
+    for number in numbers:
+        if result and sum(result[-1]) == number:
+            result[-1] = (result[-1][0], result[-1][1] + 1)
+        else:
+            result.append((number, 1))
+    return result

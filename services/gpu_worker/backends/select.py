@@ -1,0 +1,58 @@
+"""Which backend serves: the GPU's where exllamav3 and a GPU are there, else the CPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from services.common.errors import ConfigError
+from services.gpu_worker.backends import cpu
+from services.gpu_worker.backends.base import Backend
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.patches import upstream
+from services.gpu_worker.settings import GpuWorkerSettings
+
+
+def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Callable[[float, str], None]) -> Backend:
+    """The backend for this machine and these settings, loaded.
+
+    Raises:
+        Glm53Error: the checkpoint, a setting or the machine does not fit.
+    """
+    device, reason = choose(settings.device, gpu_problem)
+    if device == "cuda":
+        # Late: this imports torch and exllamav3.
+        from services.gpu_worker.backends.exl3 import loader
+
+        return loader.load(settings, checkpoint, note, reason)
+    return cpu.load(settings, checkpoint, note, reason)
+
+
+def choose(asked: Literal["auto", "cpu", "cuda"], problem: Callable[[], str]) -> tuple[Literal["cpu", "cuda"], str]:
+    """The device, and why.
+
+    Args:
+        asked: GLM53_DEVICE.
+        problem: why the GPU cannot serve, or "". Called only when the answer matters.
+
+    Raises:
+        ConfigError: the GPU was asked for and cannot serve.
+    """
+    if asked == "cpu":
+        return "cpu", "asked for"
+    found = problem()
+    if asked == "cuda":
+        if found:
+            raise ConfigError(f"GLM53_DEVICE=cuda: {found}", param="GLM53_DEVICE")
+        return "cuda", "asked for"
+    return ("cpu", f"auto: {found}") if found else ("cuda", "auto: exllamav3 and an NVIDIA GPU are there")
+
+
+def gpu_problem() -> str:
+    """Why the GPU backend cannot run here, or ""."""
+    if not upstream.installed():
+        return f"{upstream.PACKAGE} is not installed"
+    # Only where exllamav3 is: importing torch takes seconds.
+    import torch
+
+    return "" if torch.cuda.is_available() else "torch finds no NVIDIA GPU"
