@@ -46,7 +46,7 @@ fresh-check: ## Prove `make serve` and `make test` in an empty Debian 12 (root, 
 	tools/fresh_check.sh
 
 clean: ## Remove everything that was built or installed here
-	rm -rf $(VENV) build .state kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build .state tests/clients/node/node_modules kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 setup: .state/serve proto kernels
 setup-dev: .state/dev .state/checkov proto kernels

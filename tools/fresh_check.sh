@@ -29,8 +29,8 @@ bind /dev
 mount -t tmpfs -o size=2g tmpfs "$root/dev/shm" && mounts+=("$root/dev/shm")
 cp /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
 
-# How this machine reaches its package indexes is the machine's business, not the product's: carry its pip and certificate settings over,
-# with every local folder that they name.
+# How this machine reaches its package indexes is the machine's business, not the product's: carry its settings of pip, npm and
+# certificates over, with every local folder that they name.
 cp -r /etc/ssl/certs "$root/etc/ssl/" 2>/dev/null || true
 for f in /etc/pip.conf /etc/xdg/pip; do [ -e "$f" ] && mkdir -p "$root$(dirname "$f")" && cp -r "$f" "$root$f"; done
 python3 -m pip config list 2>/dev/null | grep -oE "(file://)?/[A-Za-z0-9_./-]+" | sed 's#^file://##' | sort -u | while read -r folder; do
@@ -39,7 +39,7 @@ done | awk '{split($0,p,"/"); print "/" p[2] "/" p[3]}' | sort -u > "$root/.fold
 while read -r folder; do [ -d "$folder" ] && [ "$folder" != "/etc/ssl" ] && bind "$folder"; done < "$root/.folders"
 
 git clone -q "$top" "$root/root/glm53-offload"
-in_root() { env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin TERM=dumb $(env | grep -E '^(PIP_|https?_proxy=|HTTPS?_PROXY=|no_proxy=)' || true) chroot "$root" bash -c "$1"; }
+in_root() { env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin TERM=dumb $(env | grep -E '^(PIP_|npm_config_|NODE_EXTRA_CA_CERTS=|https?_proxy=|HTTPS?_PROXY=|no_proxy=)' || true) chroot "$root" bash -c "$1"; }
 
 if [ "$what" = setup ]; then
   in_root "cd /root/glm53-offload && make setup-dev"

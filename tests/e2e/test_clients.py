@@ -6,7 +6,9 @@ import json
 import os
 from typing import Any
 
+import anthropic
 import httpx
+import langchain_openai
 import openai
 import pytest
 
@@ -152,7 +154,6 @@ def test_responses_hold_a_conversation(client: openai.OpenAI, model: str) -> Non
 
 def test_anthropic(stack: Server, model: str) -> None:
     """anthropic-python: plain, streamed with thinking, a tool round trip, counting."""
-    anthropic = pytest.importorskip("anthropic", reason="the test extra is not installed")
     with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0, timeout=60) as client:
         question = [{"role": "user", "content": WEATHER}]
         thinking = {"type": "enabled", "budget_tokens": 1024}
@@ -172,8 +173,9 @@ def test_anthropic(stack: Server, model: str) -> None:
 
 def test_langchain(stack: Server, model: str) -> None:
     """ChatOpenAI: invoke, stream with usage, bound tools, structured output."""
-    langchain = pytest.importorskip("langchain_openai", reason="the clients extra is not installed")
-    chat = langchain.ChatOpenAI(base_url=f"{stack.url}/v1", api_key="none", model=model, temperature=0, stream_usage=True, max_retries=0)
+    chat = langchain_openai.ChatOpenAI(
+        base_url=f"{stack.url}/v1", api_key="none", model=model, temperature=0, stream_usage=True, max_retries=0
+    )
     assert "Paris" in chat.invoke(FRANCE).content
     chunks = list(chat.stream(FRANCE))
     assert "Paris" in "".join(str(chunk.content) for chunk in chunks)
@@ -194,7 +196,8 @@ def test_litellm(stack: Server, model: str, monkeypatch: pytest.MonkeyPatch) -> 
     """litellm's OpenAI provider: plain, streamed, tools."""
     # Without this it asks the network for prices while it is imported.
     monkeypatch.setitem(os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    litellm = pytest.importorskip("litellm", reason="the clients extra is not installed")
+    import litellm
+
     fields = {"model": f"openai/{model}", "api_base": f"{stack.url}/v1", "api_key": "none", "temperature": 0}
     question = [{"role": "user", "content": FRANCE}]
     answer = litellm.completion(messages=question, **fields)
