@@ -23,15 +23,19 @@ class Ranks:
     cpu_group: Any = None
 
     @staticmethod
+    def announced() -> Ranks:
+        """What RANK and WORLD_SIZE say, before the group is joined: processes that are forked later share nothing of it."""
+        return Ranks(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+    @staticmethod
     def from_environment(device: str) -> Ranks:
         """Join the group that RANK, WORLD_SIZE and LOCAL_RANK describe; without them, alone."""
-        count = int(os.environ.get("WORLD_SIZE", "1"))
-        if count == 1:
+        if Ranks.announced().count == 1:
             return Ranks()
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_DEADLINE)
-        return Ranks(dist.get_rank(), count, dist.new_group(backend="gloo", timeout=_DEADLINE))
+        return Ranks(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=_DEADLINE))
 
     def agree(self, value: float) -> float:
         """The first process's value, in all of them. The GPUs are not waited for."""

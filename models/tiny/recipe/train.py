@@ -286,8 +286,9 @@ def check_compiled(trainer: Trainer) -> None:
 def train(arguments: argparse.Namespace, buckets: tuple[Bucket, ...] = BUCKETS) -> Any:
     """Run the schedule; returns the trained model (fp32), None on every process but the first."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    stream = Ranks.announced()
+    source = StepSource(f"train-{arguments.seed}" + (f"/{stream.rank}" if stream.count > 1 else ""), arguments.workers, buckets)
     ranks = Ranks.from_environment(device)
-    source = StepSource(f"train-{arguments.seed}" + (f"/{ranks.rank}" if ranks.count > 1 else ""), arguments.workers, buckets)
     torch.backends.cuda.matmul.allow_tf32 = True
     dev = DevSet(arguments.dev_per_kind)
     if device == "cuda":
