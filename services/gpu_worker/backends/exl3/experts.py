@@ -101,6 +101,7 @@ class ExpertStore:
         self._staging: Staging | None = None
         self._staging_open = False
         self._staged_pass_done = torch.cuda.Event()
+        self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
         self._counters = dict.fromkeys(
             ("decode_steps", "decode_picks", "decode_hits", "prefill_steps", "bytes_copied", "bytes_staged", "staged_passes"), 0
         )
@@ -317,6 +318,13 @@ class ExpertStore:
                 self.placement.put(record, slot)
             self._point([*lost, *wanted])
         torch.cuda.synchronize(self._table.device)
+
+    def close(self) -> None:
+        """Points everything back at the host, so that the slots' memory can go. Waits for the device."""
+        self.place(())
+        with self._lock:
+            for layer, expert in np.argwhere(self._tensors_at != NONE):
+                self.before_single_expert(int(layer), int(expert))
 
     def stats(self) -> dict[str, Any]:
         """Counters, JSON-ready."""

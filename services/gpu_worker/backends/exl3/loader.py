@@ -139,10 +139,16 @@ def load_model(
     return Loaded(model, cache, layers, records, table, replacements)
 
 
-def make_store(loaded: Loaded, num_slots: int, top_k: int, options: ExpertOptions | None = None) -> ExpertStore:
-    """Slots for a loaded model, and the hooks into its layers."""
+def make_store(
+    loaded: Loaded, num_slots: int, top_k: int, options: ExpertOptions | None = None, into: Replacements | None = None
+) -> ExpertStore:
+    """Slots for a loaded model, and the hooks into its layers.
+
+    Args:
+        into: takes the hooks' undo; None: the model's own, for good.
+    """
     store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
-    dispatch.install(loaded.replacements, loaded.layers, store)
+    dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)
     return store
 
 

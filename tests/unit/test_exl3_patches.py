@@ -1,0 +1,256 @@
+"""The patches' logic over fakes of exllamav3's objects; what they do to the real ones is tested on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from services.common.errors import ConfigError
+from services.gpu_worker.patches import dispatch, expert_load, guard, pointer_tables
+from services.gpu_worker.patches.expert_load import Place
+from services.gpu_worker.patches.replace import Replacements
+
+SOURCE = """
+import os
+
+def deco(f):
+    return f
+
+class Outer:
+    @deco
+    def method(self):
+        # a comment counts
+        return 1
+
+def free():
+    return 2
+"""
+
+
+def target(qualname: str, source: str = SOURCE) -> guard.Target:
+    return guard.Target("pkg.mod", qualname, guard.fingerprint(source, qualname))
+
+
+def test_a_fingerprint_covers_decorators_and_comments_and_nothing_else() -> None:
+    """It changes with any line of the function, and with no line outside of it."""
+    before = guard.fingerprint(SOURCE, "Outer.method")
+    assert guard.fingerprint(SOURCE.replace("    @deco\n", ""), "Outer.method") != before
+    assert guard.fingerprint(SOURCE.replace("# a comment counts", "# another"), "Outer.method") != before
+    assert guard.fingerprint(SOURCE.replace("return 2", "return 3"), "Outer.method") == before
+    assert guard.fingerprint(SOURCE.replace("\n", "  \n"), "Outer.method") == before
+
+
+def test_another_version_is_refused_by_name() -> None:
+    """Both versions are named, and the fix."""
+    with pytest.raises(ConfigError, match=r"exllamav3 1\.6\.5 is installed, this build needs 1\.5\.1: install exllamav3==1\.5\.1"):
+        guard.check("exllamav3", "1.6.5", "1.5.1", [target("free")], lambda _module: SOURCE)
+
+
+def test_every_changed_function_is_named() -> None:
+    """A changed and a missing function are both in the message; the unchanged one is not."""
+    changed = SOURCE.replace("return 1", "return 9").replace("def free", "def gone")
+    with pytest.raises(ConfigError) as refused:
+        guard.check("p", "1", "1", [target("Outer.method"), target("free"), target("deco")], lambda _module: changed)
+    assert "pkg.mod.Outer.method (" in refused.value.message
+    assert "pkg.mod.free (missing" in refused.value.message
+    assert "pkg.mod.deco" not in refused.value.message
+
+
+def test_the_known_source_passes() -> None:
+    """No error for what was read."""
+    guard.check("p", "1", "1", [target("Outer.method"), target("free")], lambda _module: SOURCE)
+
+
+class Base:
+    def inherited(self) -> str:
+        return "base"
+
+
+def test_undo_restores_own_and_inherited_attributes() -> None:
+    """An inherited attribute is inherited again, an own one has its value again, whatever was set in between."""
+    thing = Base()
+    thing.own = 1  # type: ignore[attr-defined]
+    with Replacements() as replaced:
+        replaced.set(thing, "inherited", lambda: "patched")
+        replaced.set(thing, "own", 2)
+        replaced.set(thing, "own", 3)
+        assert (thing.inherited(), thing.own) == ("patched", 3)  # type: ignore[attr-defined]
+    assert vars(thing) == {"own": 1}
+    assert thing.inherited() == "base"
+
+
+def test_a_misspelt_attribute_is_refused() -> None:
+    """Replacing what is not there would patch nothing."""
+    with pytest.raises(AttributeError, match="inherrited"):
+        Replacements().set(Base(), "inherrited", None)
+
+
+class FakeTensors:
+    """The checkpoint as exllamav3 sees it: every expert is stored with the mul1 codebook."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = names
+        self.read: list[str] = []
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.names
+
+    def get_tensor(self, name: str, device: str, optional: bool = False) -> str:
+        self.read.append(name)
+        return f"{name}@{device}"
+
+
+class FakeLinear:
+    def __init__(self, key: str, tensors: FakeTensors) -> None:
+        self.key, self.alt_key = key, None
+        self.config = types.SimpleNamespace(stc=tensors)
+        self.in_features, self.out_features, self.out_dtype = 256, 128, None
+        self.inner: Any = None
+        self.quant_type = None
+
+    def is_exl3_storage(self, key: str) -> bool:
+        return f"{key}.trellis" in self.config.stc.names
+
+    def load_exl3(self, key: str) -> bool:
+        raise AssertionError("stock's loader would read the expert into VRAM")
+
+
+class FakeCompiled:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def run_bszN(self, *args: Any) -> None:
+        self.calls.append("bszN")
+
+    def run_single_expert(self, state: Any, expert: int) -> None:
+        self.calls.append(f"single {expert}")
+
+    def run_single_expert_dq(self, state: Any, expert: int, *buffers: Any) -> None:
+        self.calls.append(f"dq {expert} {len(buffers)}")
+
+
+class FakeBlock:
+    """A BlockSparseMLP of two experts."""
+
+    def __init__(self, key: str, tensors: FakeTensors, *, gated: bool = True) -> None:
+        self.key, self.gated = key, gated
+        self.gates, self.ups, self.downs = (
+            [FakeLinear(f"{key}.experts.{e}.{p}_proj", tensors) for e in range(2)] for p in ("gate", "up", "down")
+        )
+        self.num_experts = self.num_local_experts = 2
+        self.cpu_split_first = None
+        self.cpu_offload = False
+        self.bc: Any = FakeCompiled()
+
+    def cpu_split_submit(self, *args: Any) -> tuple[str, str]:
+        return "stock", "stock"
+
+    def cpu_split_combine(self, *args: Any) -> str:
+        return "stock"
+
+
+def make_model(*, gated: bool = True) -> tuple[Any, FakeTensors]:
+    names = {
+        f"l{i}.experts.{e}.{p}_proj.{t}" for i in range(2) for e in range(2) for p in ("gate", "up", "down") for t in ("trellis", "mul1")
+    }
+    tensors = FakeTensors(names)
+    blocks = [types.SimpleNamespace(mlp=FakeBlock(f"l{i}", tensors, gated=gated)) for i in range(2)]
+    dense = types.SimpleNamespace(mlp=object())
+    return types.SimpleNamespace(fwd_modules=[(m, 0, i) for i, m in enumerate([dense, *blocks])]), tensors
+
+
+def test_experts_load_as_views_and_nothing_of_theirs_is_read() -> None:
+    """Each linear gets the views of its own place; only the codebook's marker is read from the checkpoint."""
+    model, tensors = make_model()
+    layers = expert_load.find_moe_layers(model, FakeBlock)
+    made: list[dict[str, Any]] = []
+
+    def linear_class(config: Any, inputs: int, outputs: int, **parts: Any) -> dict[str, Any]:
+        made.append(parts)
+        return parts
+
+    with Replacements() as replaced:
+        expert_load.install(replaced, layers, linear_class, lambda place, part: (place, part))
+        linear = layers[1].mlp.downs[0]
+        assert linear.load_exl3(linear.key) is True
+        assert linear.inner["trellis"] == (Place(1, 0, "down"), "trellis")
+        assert linear.inner["svh"] == (Place(1, 0, "down"), "svh")
+        assert linear.inner["mul1"] == "l1.experts.0.down_proj.mul1@cpu"
+        assert linear.inner["mcg"] is None
+        assert linear.quant_type == "exl3"
+        assert linear.load_exl3("no.such.key") is False
+    assert tensors.read == ["l1.experts.0.down_proj.mul1"]
+    with pytest.raises(AssertionError, match="stock's loader"):
+        linear.load_exl3(linear.key)
+
+
+def test_models_without_supported_experts_are_refused_by_name() -> None:
+    """No such block at all, and a block without gates, are told apart."""
+    model, _ = make_model()
+    with pytest.raises(ConfigError, match="SimpleNamespace has no Base"):
+        expert_load.find_moe_layers(model, Base)
+    with pytest.raises(ConfigError, match="l0: experts without a gate projection"):
+        expert_load.find_moe_layers(make_model(gated=False)[0], FakeBlock)
+
+
+def test_all_tables_of_experts_become_parts_of_one_tensor() -> None:
+    """The tables keep their contents, a write to the shared tensor is seen through them, other linears' tables stay their own."""
+    model, tensors = make_model()
+    layers = expert_load.find_moe_layers(model, FakeBlock)
+
+    class Tables:
+        def __init__(self, device: Any, linears: list[Any], allow_bias: bool) -> None:
+            start = 1 + sum(linears[0].key.encode())
+            self.ptrs_trellis, self.ptrs_suh, self.ptrs_svh = (torch.arange(2) + start * k for k in (1, 2, 3))
+
+    module = types.SimpleNamespace(MultiLinear=Tables)
+    shared = torch.zeros(2, len(pointer_tables.ROWS), 2, dtype=torch.int64)
+    with Replacements() as replaced:
+        pointer_tables.install(replaced, module, expert_load.places(layers), shared)
+        up = module.MultiLinear("cuda", layers[1].mlp.ups, True)
+        other = module.MultiLinear("cuda", [FakeLinear("shared_expert", tensors)], True)
+    assert module.MultiLinear is Tables
+    row = pointer_tables.row_of("up", "svh")
+    assert torch.equal(up.ptrs_svh, Tables("", layers[1].mlp.ups, True).ptrs_svh)
+    shared[1, row, 1] = 77
+    assert up.ptrs_svh[1] == 77
+    assert shared.count_nonzero() == 6
+    assert other.ptrs_svh.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr()
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def before_experts(self, layer: int, rows: int, selected: Any) -> None:
+        self.calls.append(("before", layer, rows, selected))
+
+    def after_experts(self, layer: int) -> None:
+        self.calls.append(("after", layer))
+
+    def before_single_expert(self, layer: int, expert: int) -> None:
+        self.calls.append(("single", layer, expert))
+
+
+def test_dispatch_tells_every_layer_and_changes_no_result() -> None:
+    """Both ends of a layer and the paths that read tensors are reported with the layer's index; undo leaves stock's methods."""
+    model, _ = make_model()
+    layers = expert_load.find_moe_layers(model, FakeBlock)
+    recorder, mlp = Recorder(), layers[1].mlp
+    compiled = mlp.bc
+    with Replacements() as replaced:
+        dispatch.install(replaced, layers, recorder)
+        assert mlp.cpu_split_first == 0
+        assert mlp.cpu_split_submit("y", 3, "sel", "w") == (None, None)
+        mlp.bc.run_bszN("y", "sel", "w")
+        mlp.bc.run_single_expert("state", 4)
+        mlp.bc.run_single_expert_dq("state", 5, 1, 2, 3, 4)
+        assert mlp.cpu_split_combine("final", None, None, (1,)) == "final"
+        assert mlp.bc.calls == ["bszN", "single 4", "dq 5 4"]
+    assert recorder.calls == [("before", 1, 3, "sel"), ("single", 1, 4), ("single", 1, 5), ("after", 1)]
+    assert mlp.cpu_split_first is None
+    assert mlp.bc is compiled
+    assert mlp.cpu_split_combine("final") == "stock"

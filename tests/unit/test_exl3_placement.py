@@ -1,0 +1,171 @@
+"""Slots, heat and cache pages of the GPU backend: plain arithmetic, so everything about them is tested here."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.common.errors import ConfigError
+from services.gpu_worker.backends import select
+from services.gpu_worker.backends.base import chunk_end
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
+from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
+
+
+def ids(*numbers: int) -> np.ndarray:
+    return np.array(numbers, np.int64)
+
+
+def step(placement: Placement, *picked: int) -> list[Move]:
+    """One decode step whose copies land at once."""
+    placement.touch(ids(*picked))
+    moves = placement.plan(ids(*picked))
+    for move in moves:
+        assert placement.landed(move.slot, move.record)
+    return moves
+
+
+def test_a_record_is_admitted_at_its_kth_touch() -> None:
+    """Not at the touches before."""
+    placement = Placement(10, 4, PlacementOptions(admit_after=3))
+    assert step(placement, 7) == []
+    assert step(placement, 7) == []
+    assert step(placement, 7) == [Move(7, 0, NONE)]
+    assert placement.slot(7) == 0
+
+
+def test_a_record_is_no_hit_before_its_last_byte_landed() -> None:
+    """Planned is not resident, and a slot that was given away in between does not become resident by an old copy."""
+    placement = Placement(10, 1, PlacementOptions(admit_after=1))
+    placement.touch(ids(3))
+    (move,) = placement.plan(ids(3))
+    assert placement.slot(3) == NONE
+    assert placement.slots_used == 0
+    placement.vacate([0], remember=False)
+    placement.put(5, 0)
+    assert not placement.landed(move.slot, 3)
+    assert placement.slot(5) == 0
+
+
+def test_the_coldest_goes_and_never_what_the_step_used() -> None:
+    """A hot newcomer takes the place of the coldest record; one that is no hotter takes none."""
+    placement = Placement(10, 2, PlacementOptions(admit_after=1))
+    for _ in range(200):
+        step(placement, 0, 1)
+    for _ in range(3):
+        step(placement, 0)
+    assert step(placement, 2) == []  # 1 is still hotter than a record that came once
+    for _ in range(200):
+        step(placement, 0, 2)
+    assert placement.slot(2) != NONE
+    assert placement.slot(1) == NONE
+    assert placement.slot(0) != NONE
+
+
+def test_admissions_of_a_step_are_bounded() -> None:
+    """A burst of new records is spread over steps."""
+    placement = Placement(100, 100, PlacementOptions(admit_after=1, max_admissions=5))
+    everything = tuple(range(40))
+    assert len(step(placement, *everything)) == 5
+    assert len(step(placement, *everything)) == 5
+
+
+def test_what_a_prefill_displaced_comes_back() -> None:
+    """Without being picked again, hottest first, into free slots."""
+    placement = Placement(20, 6, PlacementOptions(admit_after=1, max_admissions=2))
+    for _ in range(4):
+        step(placement, 0, 1, 2, 3, 4, 5)
+    step(placement, 5)
+    assert sorted(placement.vacate(range(2, 6), remember=True)) == sorted(
+        {0, 1, 2, 3, 4, 5} - {placement.record_in(0), placement.record_in(1)}
+    )
+    for _ in range(3):
+        step(placement, placement.record_in(0))
+    assert placement.slots_used == 6
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 30))
+def test_slots_and_records_always_agree(seed: int, num_slots: int, steps: int) -> None:
+    """Whatever is picked, landed late or vacated: every record is in at most one slot, both directions agree."""
+    draw = random.Random(seed)
+    num_records = num_slots + draw.randint(0, 20)
+    placement = Placement(num_records, num_slots, PlacementOptions(admit_after=1, max_admissions=3))
+    flying: list[Move] = []
+    for _ in range(steps):
+        picked = ids(*draw.sample(range(num_records), draw.randint(1, min(6, num_records))))
+        placement.touch(picked)
+        flying += placement.plan(picked)
+        if draw.random() < 0.2:
+            placement.vacate(draw.sample(range(num_slots), draw.randint(0, num_slots)), remember=draw.random() < 0.5)
+        while flying and draw.random() < 0.7:
+            move = flying.pop(0)
+            placement.landed(move.slot, move.record)
+        held = placement.residents()
+        assert len({record for _, record in held}) == len(held) == placement.slots_used
+        assert all(placement.slot(record) == slot == placement.resident(record, 1)[0] for slot, record in held)
+        assert sum(placement.slot(record) != NONE for record in range(num_records)) == len(held)
+
+
+def test_runs_join_neighbours() -> None:
+    """Consecutive numbers are one copy."""
+    assert runs([3, 4, 5, 9, 11, 12]) == [(3, 3), (9, 1), (11, 2)]
+    assert runs([]) == []
+
+
+def test_pages_grow_come_back_and_run_out() -> None:
+    """Growing takes nothing when it cannot take enough."""
+    table = PageTable(3)
+    first: list[int] = []
+    second: list[int] = []
+    table.grow(first, PAGE_TOKENS + 1)
+    assert first == [0, 1]
+    table.grow(first, PAGE_TOKENS + 2)
+    assert first == [0, 1]
+    with pytest.raises(PagesExhausted, match="2 cache pages are needed, 1 of 3 are free"):
+        table.grow(second, 2 * PAGE_TOKENS)
+    assert (second, table.num_free) == ([], 1)
+    table.release(first)
+    assert (first, table.num_free) == ([], 3)
+    assert [pages_for(n) for n in (0, 1, PAGE_TOKENS, PAGE_TOKENS + 1)] == [0, 1, 1, 2]
+
+
+def cuts(total: int, size: int, page: int) -> list[int]:
+    """Ends of all passes of a prompt."""
+    ends = [0]
+    while ends[-1] < total:
+        ends.append(chunk_end(ends[-1], total, size, page))
+    return ends[1:]
+
+
+def test_passes_are_cut_where_exllamav3_cuts_them() -> None:
+    """Whole pages, the rest but for the last token, the last token."""
+    assert cuts(1000, 2048, 256) == [768, 999, 1000]
+    assert cuts(4096, 2048, 256) == [2048, 3840, 4095, 4096]
+    assert cuts(257, 8192, 256) == [256, 257]
+    assert cuts(256, 8192, 256) == [255, 256]
+    assert cuts(1, 8192, 256) == [1]
+    assert cuts(1000, 300, 0) == [300, 600, 900, 1000]
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 256, 300, 2048]))
+def test_every_pass_computes_something_and_fits(total: int, size: int) -> None:
+    """Ends rise to the prompt's end in passes of at most `size` tokens, the last of one token."""
+    ends = [0, *cuts(total, size, 256)]
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    assert all(1 <= length <= size for length in lengths)
+    assert lengths[-1] == 1
+
+
+def test_the_device_is_chosen_with_a_reason() -> None:
+    """Auto takes the GPU when nothing speaks against it; asking for a GPU that is not there is refused with what is missing."""
+    assert select.choose("auto", lambda: "") == ("cuda", "auto: exllamav3 and an NVIDIA GPU are there")
+    assert select.choose("auto", lambda: "exllamav3 is not installed") == ("cpu", "auto: exllamav3 is not installed")
+    assert select.choose("cpu", lambda: pytest.fail("not looked at")) == ("cpu", "asked for")
+    assert select.choose("cuda", lambda: "") == ("cuda", "asked for")
+    with pytest.raises(ConfigError, match="GLM53_DEVICE=cuda: torch finds no NVIDIA GPU"):
+        select.choose("cuda", lambda: "torch finds no NVIDIA GPU")
