@@ -256,7 +256,7 @@ class EngineLoop:
         if logits is None:
             return True
         request.num_prefilled += len(chunk)
-        self.metrics.prefill_tokens.inc(len(chunk))
+        self.metrics.note_prefill(request, len(chunk))
         scored = generation.score_prompt(start, chunk, logits)
         request.sink.put(PrefillProgress(request.num_prefilled, len(prompt), scored))
         if request.num_prefilled < len(prompt):
@@ -318,7 +318,6 @@ class EngineLoop:
             log.exception("sampling failed", extra={"request_id": request.spec.request_id})
             self._fail(request, EngineFailed(f"the engine failed while computing this request: {type(error).__name__}"))
             return
-        self.metrics.decode_tokens.inc()
         self.metrics.note_token(request, self._clock())
         for event in events:
             request.sink.put(event)

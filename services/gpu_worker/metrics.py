@@ -10,17 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from services.gpu_worker.request import FinishReason, Request, RequestState
+from services.gpu_worker.request import Request, RequestState
+from services.gpu_worker.vllm_metrics import VllmMetrics
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 640.0, 2560.0)
 # Weight of a new reading in the moving average of the speed.
 _SPEED_WEIGHT = 0.1
-_VLLM_REASONS = {
-    FinishReason.STOP: "stop",
-    FinishReason.GRAMMAR_END: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-}
 _SPEED_INTERVAL_S = 0.25
 
 
@@ -53,8 +48,25 @@ class EngineMetrics:
         self._running = Gauge("glm53_running_requests", "Requests in prefill or decode.", registry=r)
         self._kv_used = Gauge("glm53_context_tokens_used", "Tokens of context that open streams hold.", registry=r)
         self._kv_reserved = Gauge("glm53_context_tokens_reserved", "Tokens of context that memory is reserved for.", registry=r)
-        self._vllm = VllmMetrics(model_name, r)
+        self._kv_share = Gauge("glm53_context_usage_ratio", "Used of the reserved context tokens, 0..1.", registry=r)
+        self._vllm = VllmMetrics(
+            model_name,
+            r,
+            _SECONDS,
+            {
+                "vllm:time_to_first_token_seconds": (self._first_token, "From submission to the first token."),
+                "vllm:inter_token_latency_seconds": (self._between, "Between two tokens of a request."),
+                "vllm:time_per_output_token_seconds": (self._between, "The same under its older name."),
+                "vllm:e2e_request_latency_seconds": (self._whole, "From submission to the end."),
+                "vllm:request_queue_time_seconds": (self.queue_wait, "Time in the queue."),
+                "vllm:num_requests_running": (self._running, "Requests in prefill or decode."),
+                "vllm:num_requests_waiting": (self._queued, "Requests that wait."),
+                "vllm:kv_cache_usage_perc": (self._kv_share, "Share of the reserved context memory in use, 0..1."),
+                "vllm:gpu_cache_usage_perc": (self._kv_share, "The same under its older name."),
+            },
+        )
         self._last_token: dict[str, float] = {}
+        self._step_tokens = 0
         self._speed = 0.0
         self._speed_since = clock()
         self._speed_tokens = 0.0
@@ -70,7 +82,10 @@ class EngineMetrics:
         self._running.set(running)
         self._kv_used.set(kv_used)
         self._kv_reserved.set(kv_reserved)
-        self._vllm.set_gauges(queued, running, kv_used / kv_reserved if kv_reserved else 0.0)
+        self._kv_share.set(kv_used / kv_reserved if kv_reserved else 0.0)
+        if self._step_tokens:
+            self._vllm.note_step(self._step_tokens)
+            self._step_tokens = 0
         now = self._clock()
         elapsed = now - self._speed_since
         if elapsed < _SPEED_INTERVAL_S:
@@ -82,16 +97,24 @@ class EngineMetrics:
             self._speed = rate if self._speed == 0.0 else (1 - _SPEED_WEIGHT) * self._speed + _SPEED_WEIGHT * rate
         self._speed_since, self._speed_tokens = now, tokens
 
+    def note_prefill(self, request: Request, tokens: int) -> None:
+        """So many tokens of the request's prompt were computed; `num_prefilled` counts them already."""
+        self.prefill_tokens.inc(tokens)
+        self._step_tokens += tokens
+        if request.num_prefilled == len(request.spec.prompt):
+            self._vllm.note_prompt(request)
+
     def note_token(self, request: Request, now: float) -> None:
         """A token was sampled for the request."""
+        self.decode_tokens.inc()
+        self._vllm.note_token()
+        self._step_tokens += 1
         key = request.spec.request_id
         previous = self._last_token.get(key)
         if previous is None:
             self._first_token.observe(now - request.times.submitted)
-            self._vllm.first_token.observe(now - request.times.submitted)
         else:
             self._between.observe(now - previous)
-            self._vllm.between.observe(now - previous)
         self._last_token[key] = now
 
     def note_end(self, request: Request) -> None:
@@ -100,7 +123,7 @@ class EngineMetrics:
         self._ended.labels(outcome=request.state.value).inc()
         if request.times.finished is not None:
             self._whole.observe(request.times.finished - request.times.submitted)
-            self._vllm.note_end(request, request.times.finished - request.times.submitted)
+        self._vllm.note_end(request)
 
     def outcomes(self) -> dict[str, int]:
         """Ended requests by outcome."""
@@ -127,56 +150,6 @@ class EngineMetrics:
     def prometheus_text(self) -> bytes:
         """Everything in the registry."""
         return generate_latest(self.registry)
-
-
-# vLLM's label for one of several engines behind one API; a worker is one engine.
-_ENGINE = "0"
-
-
-class VllmMetrics:
-    """The part of vLLM's metric family that applies here, under its exact names.
-
-    Args:
-        model_name: value of the label that all of them carry.
-        registry: where they are registered.
-    """
-
-    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
-        def histogram(name: str, text: str) -> Histogram:
-            return Histogram(name, text, ["model_name", "engine"], buckets=_SECONDS, registry=registry).labels(model_name, _ENGINE)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(name, text, ["model_name", "engine"], registry=registry).labels(model_name, _ENGINE)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(name, text, ["model_name", "engine"], registry=registry).labels(model_name, _ENGINE)
-
-        self._model_name = model_name
-        self.first_token = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
-        self.between = histogram("vllm:inter_token_latency_seconds", "Time between two tokens of a request.")
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "From submission to the end.")
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens of ended requests.")
-        self._generated = counter("vllm:generation_tokens", "Tokens sampled by ended requests.")
-        self._success = Counter(
-            "vllm:request_success", "Finished requests.", ["model_name", "engine", "finished_reason"], registry=registry
-        )
-        self._running = gauge("vllm:num_requests_running", "Requests in prefill or decode.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
-        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the reserved context memory in use, 0..1.")
-
-    def set_gauges(self, queued: int, running: int, cache_share: float) -> None:
-        """State after a step."""
-        self._waiting.set(queued)
-        self._running.set(running)
-        self._cache.set(cache_share)
-
-    def note_end(self, request: Request, seconds: float) -> None:
-        """A request ended."""
-        self._whole.observe(seconds)
-        self._prompt.inc(request.num_prefilled)
-        self._generated.inc(request.num_generated)
-        if request.finish_reason is not None:
-            self._success.labels(self._model_name, _ENGINE, _VLLM_REASONS[request.finish_reason]).inc()
 
 
 def counter_value(counter: Counter) -> float:
