@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from cli import keys, stream_rate
+from cli.doctor import command as doctor
 from cli.serve import Supervisor, print_settings
 from cli.settings import ServeSettings
 from services.common.errors import Glm53Error
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         serve.add_argument(*flags, dest=name, default=None, help=f"{text} [{name}]")
     keys.add_parser(commands)
     stream_rate.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 
@@ -57,7 +59,12 @@ def serve(args: argparse.Namespace) -> int:
     return Supervisor(settings, env).run()
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {"serve": serve, "keys": keys.run, "stream-rate": stream_rate.run}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "serve": serve,
+    "keys": keys.run,
+    "stream-rate": stream_rate.run,
+    "doctor": doctor.run,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

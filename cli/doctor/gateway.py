@@ -1,0 +1,52 @@
+"""Checks of the gateway."""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from cli.doctor import network
+from cli.doctor.findings import Finding, fail, ok
+from cli.doctor.machine import Machine
+from services.common.errors import ConfigError
+from services.gateway.access.keys import read_keys
+from services.gateway.fleet.members import addresses_of
+from services.gateway.settings import GatewaySettings
+
+
+def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    """Settings, keys, addresses."""
+    del machine
+    try:
+        settings = GatewaySettings.load(env)
+        addresses = addresses_of(settings.worker_address)
+    except ConfigError as error:
+        yield fail("settings", error.message)
+        return
+    yield ok("settings", f"worker at {', '.join(addresses)}")
+    if settings.port:
+        yield from network.listen("PORT", settings.host, settings.port)
+    if settings.api_keys_file:
+        try:
+            count = len(read_keys(Path(settings.api_keys_file)).keys)
+        except ConfigError as error:
+            yield fail("API keys", error.message, "Make the file with `glm53 keys create`, and let this user read it.")
+        else:
+            yield ok("API keys", f"{count} in {settings.api_keys_file}")
+    if url := settings.redis_url.get_secret_value():
+        yield from _redis(url)
+
+
+def _redis(url: str) -> Iterator[Finding]:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname, parts.port or 6379
+    except ValueError:
+        parts, host, port = None, None, 0
+    if parts is None or parts.scheme not in ("redis", "rediss", "unix") or (parts.scheme != "unix" and not host):
+        yield fail("Redis", "GLM53_REDIS_URL is no redis:// URL", "Use redis://[:password@]host:6379/0.")
+    elif host:
+        yield from network.reach(
+            "Redis", host, port, "Start it, or see its network policy; until then each gateway counts limits by itself."
+        )

@@ -1,0 +1,155 @@
+"""Checks of the machine: GPU, container devices, CPU, memory."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+from cli.doctor.findings import Finding, fail, ok, warn
+from cli.doctor.machine import GIB, Gpu, Machine
+
+MIN_DRIVER = 580  # CUDA 13
+# A "24 GB" card has 24,564 MiB or less.
+MIN_VRAM = 23 * GIB
+OTHERS_VRAM = 1 * GIB
+CPU_FEATURES = ("avx2", "fma", "f16c")
+_CDI_PATH = re.compile(r"""^\s*-?\s*["']?(hostPath|path)["']?\s*:\s*["']?(/[^"',\s]+)""")
+
+
+def gpu(machine: Machine) -> Iterator[Finding]:
+    """One usable NVIDIA GPU, and nobody else on it."""
+    gpus = machine.gpus()
+    if not gpus:
+        reason = "nvidia-smi is not there or does not answer" if gpus is None else "nvidia-smi lists none"
+        yield fail(
+            "GPU",
+            f"no NVIDIA GPU is visible: {reason}",
+            "On the host: install the driver (>= 580). In a container: hand the device in (compose: devices: nvidia.com/gpu=0; Kubernetes:"
+            " limits nvidia.com/gpu: 1 and the NVIDIA device plugin). To serve on the CPU: GLM53_DEVICE=cpu.",
+        )
+        return
+    if len(gpus) > 1:
+        listed = ", ".join(f"{number}: {found.name}" for number, found in enumerate(gpus))
+        yield fail(
+            "GPU",
+            f"{len(gpus)} GPUs are visible ({listed}); a worker uses one",
+            "Choose one: CUDA_VISIBLE_DEVICES=0 on bare metal, devices: nvidia.com/gpu=0 instead of all in compose.",
+        )
+        return
+    yield from _one_gpu(machine, gpus[0])
+
+
+def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
+    yield ok("GPU", f"{found.name}, {found.memory / GIB:.1f} GiB, driver {found.driver}")
+    if int(found.driver.split(".")[0] or 0) < MIN_DRIVER:
+        yield fail("GPU driver", f"driver {found.driver} is older than {MIN_DRIVER}, which CUDA 13 needs", "Install a newer NVIDIA driver.")
+    if found.memory < MIN_VRAM:
+        yield fail("VRAM", f"{found.name} has {found.memory / GIB:.1f} GiB, a 24 GB card is needed", "Use a card with 24 GB or more.")
+    if found.memory_used > OTHERS_VRAM:
+        users = machine.run(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]) or ""
+        by = "; ".join(filter(None, map(str.strip, users.splitlines()))) or "a desktop, or processes of other containers"
+        yield warn(
+            "VRAM",
+            f"{found.memory_used / GIB:.1f} GiB are taken already (by {by})",
+            "End what uses the GPU, or move the desktop to another one; what is taken later makes the expert cache smaller.",
+        )
+    if 0 < found.link_width < found.link_width_max:
+        yield warn(
+            "PCIe link",
+            f"the link has {found.link_width} of {found.link_width_max} lanes",
+            "Seat the card in a x16 slot of the CPU; look for AER errors in dmesg. Fewer lanes slow every expert that is not in VRAM.",
+        )
+
+
+def cdi(machine: Machine) -> Iterator[Finding]:
+    """Container device specifications that still fit the installed driver."""
+    specs = [path for folder in ("etc/cdi", "var/run/cdi") for path in sorted((machine.root / folder).glob("*")) if path.is_file()]
+    for spec in specs:
+        missing = sorted({path for path in _cdi_paths(spec.read_text(errors="replace")) if not (machine.root / path.lstrip("/")).exists()})
+        shown = spec.relative_to(machine.root)
+        if missing:
+            yield fail(
+                "CDI",
+                f"/{shown} is stale: it names {missing[0]}"
+                + (f" and {len(missing) - 1} more files" if len(missing) > 1 else "")
+                + ", gone",
+                f"After a driver update: nvidia-ctk cdi generate --output=/{shown}",
+            )
+        else:
+            yield ok("CDI", f"/{shown} fits")
+
+
+def _cdi_paths(text: str) -> set[str]:
+    """Paths of the host that a specification needs: device nodes and mounts."""
+    if text.lstrip().startswith("{"):
+        return _paths_in(json.loads(text))
+    mounts, found = False, set()
+    for line in text.splitlines():
+        if line.strip().endswith(":"):
+            mounts = line.strip() in ("mounts:", "deviceNodes:")
+        match = _CDI_PATH.match(line)
+        if match and mounts:
+            found.add(match.group(2))
+    return found
+
+
+def _paths_in(node: object, inside: bool = False) -> set[str]:
+    if isinstance(node, list):
+        return set().union(*(_paths_in(item, inside) for item in node))
+    if not isinstance(node, dict):
+        return set()
+    found = {value for name, value in node.items() if inside and name in ("hostPath", "path") and isinstance(value, str)}
+    return found.union(*(_paths_in(value, name in ("mounts", "deviceNodes")) for name, value in node.items()))
+
+
+def cpu(machine: Machine, mode: str) -> Iterator[Finding]:
+    """The instruction sets that the CPU lane is written for."""
+    missing = [name for name in CPU_FEATURES if name not in machine.cpu_flags()]
+    if not missing:
+        yield ok("CPU", f"{len(machine.affinity())} CPUs with AVX2, FMA and F16C")
+        return
+    text = f"this CPU lacks {', '.join(name.upper() for name in missing)}, which the CPU lane of fast and nvme is written for"
+    fix = "Use GLM53_MODE=exact (nvme-exact with a small memory cap)."
+    yield fail("CPU", text, fix) if mode in ("fast", "nvme") else warn("CPU", text, fix)
+
+
+def cpu_quota(machine: Machine) -> Iterator[Finding]:
+    """A quota of CPU time stops all threads at once; a set of CPUs does not."""
+    quota, usable = machine.cpu_quota(), len(machine.affinity())
+    if quota is not None and quota < usable:
+        yield warn(
+            "CPU quota",
+            f"{usable} CPUs may be used, but only {quota:g} CPUs' worth of time: threads are stopped in the middle of a step",
+            "Give whole CPUs: cpuset in compose; on Kubernetes requests equal to limits, whole numbers, and the static CPU manager.",
+        )
+
+
+def swap(machine: Machine, mode: str) -> Iterator[Finding]:
+    """Memory that is swapped out is slower than anything this product does to avoid it."""
+    memory = machine.memory()
+    if memory.capped and memory.swap_limit != 0:
+        taken = "any amount of swap" if memory.swap_limit is None else f"{memory.swap_limit / GIB:.1f} GiB of swap"
+        text = f"the memory limit is {memory.limit / GIB:.1f} GiB, but {taken} may be used beyond it"
+        fix = "Set the swap limit equal to the memory limit (compose: memswap_limit = mem_limit; docker run: --memory-swap = --memory)."
+        # Without swap there is none to take, whatever the limit says.
+        if _has_swap(machine):
+            yield fail("swap", text, fix) if mode.startswith("nvme") else warn("swap", text, fix)
+
+
+def _has_swap(machine: Machine) -> bool:
+    return len(machine.read("proc/swaps").splitlines()) > 1
+
+
+def memlock(machine: Machine, need: int, mode: str) -> Iterator[Finding]:
+    """Pinned memory, where the system counts it."""
+    limit = machine.memlock()
+    if limit in (-1,) or limit >= need:
+        return
+    text = f"memlock is {limit / GIB:.2f} GiB, {need / GIB:.1f} GiB are pinned"
+    fix = (
+        "Raise it: ulimits: memlock: -1 in compose; LimitMEMLOCK=infinity of containerd's service on a Kubernetes node;"
+        " * - memlock unlimited in /etc/security/limits.d on bare metal."
+    )
+    # The NVIDIA driver does not count what it pins; the buffers of direct reads from a drive are counted.
+    yield fail("memlock", text, fix) if mode.startswith("nvme") else warn("memlock", text, fix)

@@ -1,0 +1,103 @@
+"""Checks of the shared memory between gpu_worker and cpu_expert."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterator
+
+from cli.doctor.findings import Finding, fail, ok
+from cli.doctor.machine import GIB
+from kernels.python import segments
+from kernels.python.arena import Arena
+from kernels.python.errors import ShmAbsent, ShmMismatch
+from services.common.memory import Memory
+
+# Control region, job buffers and what a file system needs for itself.
+SLACK = 64 << 20
+
+
+def folder(shm_dir: str) -> Iterator[Finding]:
+    """A folder that this process can make segments in."""
+    if not os.access(shm_dir, os.W_OK | os.X_OK):
+        yield fail(
+            "shared memory",
+            f"GLM53_SHM_DIR={shm_dir} is no folder that user {os.getuid()} can write to",
+            "Mount one tmpfs there in both containers, writable for this user (Kubernetes: fsGroup; compose: uid and mode of the volume).",
+        )
+
+
+def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Finding]:
+    """Place for the arena in the tmpfs, and in the memory that its pages are charged to.
+
+    Args:
+        need: bytes of the arena.
+    """
+    path = pathlib.Path(segments.arena_path(shm_dir, instance))
+    # An arena that a dead worker left is taken over, or removed first.
+    left = path.stat().st_blocks * 512 if path.exists() else 0
+    file_system = os.statvfs(shm_dir)
+    free = file_system.f_bavail * file_system.f_frsize + left
+    size = _gib_up(need + SLACK)
+    if free < need:
+        yield fail(
+            "shared memory",
+            f"{shm_dir} has {free / GIB:.1f} GiB free, the expert records need {need / GIB:.1f} GiB",
+            f"Make it at least {size} GiB: the size of the tmpfs volume in compose's .env, sizeLimit of the volume shm on Kubernetes,"
+            f" mount -o remount,size={size}G {shm_dir} on bare metal.",
+        )
+        return
+    yield ok("shared memory", f"{shm_dir} has room for the expert records ({need / GIB:.1f} GiB)")
+    usable = memory.limit if memory.capped else memory.host_available + left
+    if usable < need:
+        where = "the container's memory limit is" if memory.capped else "the host has available"
+        yield fail(
+            "memory",
+            f"{where} {usable / GIB:.1f} GiB; the expert records alone need {need / GIB:.1f} GiB and count as this process's memory",
+            f"Give it at least {size + 6} GiB, or use an nvme mode.",
+        )
+
+
+def _gib_up(num_bytes: int) -> int:
+    return -(-num_bytes // GIB)
+
+
+def in_use(shm_dir: str, instance: str) -> Iterator[Finding]:
+    """No other worker serves the same instance."""
+    path = segments.arena_path(shm_dir, instance)
+    if _is_held(path):
+        yield fail(
+            "instance",
+            f"another gpu_worker serves instance {instance!r}: it holds {path}",
+            "Stop it, or choose another GLM53_INSTANCE for both services.",
+        )
+
+
+def version(shm_dir: str, instance: str) -> Iterator[Finding]:
+    """A running gpu_worker's segments have the version that this image reads. A dead one's are replaced by the next worker."""
+    path = segments.arena_path(shm_dir, instance)
+    try:
+        Arena.attach(path).close()
+    except ShmAbsent:
+        yield ok("versions", "no gpu_worker has made its segments yet")
+    except ShmMismatch as error:
+        if _is_held(path):
+            yield fail(
+                "versions",
+                f"the running gpu_worker's shared memory is not of this version: {error}",
+                "Run gpu-worker and cpu-expert from images of the same version.",
+            )
+    else:
+        yield ok("versions", f"the arena at {path} is of this version")
+
+
+def _is_held(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

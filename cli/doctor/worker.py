@@ -1,0 +1,89 @@
+"""Checks of gpu_worker."""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator, Mapping
+
+from cli.doctor import hardware, network, sharedmem
+from cli.doctor.findings import Finding, fail, ok
+from cli.doctor.machine import GIB, Machine
+from services.common.errors import CheckpointError, ConfigError
+from services.common.ops_http import split_address
+from services.gpu_worker.backends import cpu_arena
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.settings import GpuWorkerSettings
+
+MIN_NVME_CAP = 15 * GIB
+
+
+def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
+    """Settings, checkpoint, device, shared memory, limits."""
+    try:
+        settings = GpuWorkerSettings.load(env)
+    except ConfigError as error:
+        yield fail("settings", error.message)
+        return
+    yield ok("settings", f"mode {settings.mode}, device {settings.device}")
+    if not settings.worker_address.startswith("unix:"):
+        yield from network.listen("GLM53_WORKER_ADDRESS", *split_address(settings.worker_address))
+    if settings.http_address:
+        yield from network.listen("GLM53_WORKER_HTTP", *split_address(settings.http_address))
+    if settings.mode.startswith("nvme"):
+        yield from nvme_cap(machine)
+    yield from hardware.swap(machine, settings.mode)
+    pinned = wants_gpu(settings)
+    if pinned:
+        yield from hardware.gpu(machine)
+    yield from hardware.cpu(machine, settings.mode)
+    yield from sharedmem.in_use(settings.shm_dir, settings.instance)
+    unusable = list(sharedmem.folder(settings.shm_dir))
+    yield from unusable
+    yield from _records(settings, machine, pinned=pinned, measure_room=not unusable)
+
+
+def wants_gpu(settings: GpuWorkerSettings) -> bool:
+    """True when the model is to run on a GPU: asked for, or this installation was made for one."""
+    return settings.device not in ("auto", "cpu") or (settings.device == "auto" and importlib.util.find_spec("exllamav3") is not None)
+
+
+def nvme_cap(machine: Machine) -> Iterator[Finding]:
+    """In the nvme modes the container's memory limit sizes the RAM tier: there must be one, and not too small a one."""
+    memory = machine.memory()
+    if not memory.capped:
+        yield fail(
+            "memory cap",
+            "an nvme mode without a memory limit: the RAM tier is sized by it, and would take the whole host",
+            "Set one of 15 GiB or more (compose: MEMORY in .env; Kubernetes: limits.memory), or use GLM53_MODE=fast.",
+        )
+    elif memory.limit < MIN_NVME_CAP:
+        yield fail(
+            "memory cap",
+            f"the memory limit is {memory.limit / GIB:.1f} GiB, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
+            "Raise the limit.",
+        )
+
+
+def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, measure_room: bool) -> Iterator[Finding]:
+    """The checkpoint's headers, and the memory that its expert records will take."""
+    try:
+        checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
+        shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
+    except CheckpointError as error:
+        yield fail("checkpoint", error.message, _checkpoint_fix(settings.model_dir))
+        return
+    need = sum(shape.record_bytes for shape in shapes) * checkpoint.config.n_routed_experts
+    yield ok("checkpoint", f"{settings.model_dir}: {len(shapes)} MoE layers of {checkpoint.config.n_routed_experts} experts")
+    if settings.mode.startswith("nvme"):
+        return
+    if pinned:
+        yield from hardware.memlock(machine, need, settings.mode)
+    if measure_room:
+        yield from sharedmem.room(settings.shm_dir, settings.instance, need, machine.memory())
+
+
+def _checkpoint_fix(model_dir: str) -> str:
+    if not pathlib.Path(model_dir).is_dir():
+        return "GLM53_MODEL_DIR must be the folder that holds config.json; in a container: is the volume mounted there?"
+    return "Fetch the missing or damaged file again; a download that was broken off leaves such files."
