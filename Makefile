@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 PROTO := services/common/pb/glm53/worker/v1/worker.proto
-CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'kernels/*.cu')
+CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'kernels/*.cu' 'kernels/*.cuh')
 PYTEST_ARGS ?=
 ARGS ?=
 
@@ -49,7 +49,7 @@ clean: ## Remove everything that was built or installed here
 	rm -rf $(VENV) build .state tests/clients/node/node_modules kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 setup: .state/serve proto kernels
-setup-dev: .state/dev .state/checkov proto kernels
+setup-dev: .state/dev .state/node-clients .state/checkov proto kernels
 
 proto: .state/proto ## Generate the gRPC stubs
 kernels: .state/serve ## Build the C++ kernels
@@ -74,6 +74,10 @@ kernels: .state/serve ## Build the C++ kernels
 
 .state/dev: .state/debian-test .state/serve pyproject.toml requirements.lock
 	@tools/pip_install.sh worker,build,reference,test,deploy,lint
+	@touch $@
+
+.state/node-clients: .state/dev tests/clients/node/package.json tests/clients/node/package-lock.json tests/clients/node/.npmrc
+	@$(PY) -m tools.node_clients
 	@touch $@
 
 # checkov pins versions that ours contradict: it gets an environment of its own.
