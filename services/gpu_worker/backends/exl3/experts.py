@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.backends.base import VerifyReport
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
-from services.gpu_worker.backends.exl3.records import PinnedRecords, typed_part
+from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
@@ -93,11 +93,11 @@ class ExpertStore:
         self._tensors_at = self._where.copy()
         self._copy_stream = torch.cuda.Stream(table.device)
         self._landings: list[Landing] = []
-        self._picks = torch.empty((records.num_layers, DECODE_ROWS, top_k), dtype=torch.int64, pin_memory=True)
+        self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
         self._picks_ready = torch.cuda.Event()
         # [0] staged, [1] resting tables of every layer, read by the device when a staged pass gets there.
-        self._staged_tables = torch.empty((2, *table.shape), dtype=torch.int64, pin_memory=True)
+        self._staged_tables = pinned_empty((2, *table.shape))
         self._staging: Staging | None = None
         self._staging_open = False
         self._staged_pass_done = torch.cuda.Event()

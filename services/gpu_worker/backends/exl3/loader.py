@@ -76,6 +76,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     )
     options = ExpertOptions(PlacementOptions(admit_after=settings.ec_admit_after))
     store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
+    # Something is in every slot from the start; the first steps' picks replace it by what is wanted.
+    store.place(spread(slots, loaded.records.num_records))
     log.info("slots = %d of %d experts (%s)", slots, loaded.records.num_records, slots_reason)
     info = BackendInfo(
         vocab_size=checkpoint.config.vocab_size,
@@ -195,6 +197,11 @@ def resolve_slots(asked: int, free: int, reserve: int, stride: int, num_records:
     if slots == asked:
         return slots, "GLM53_EC_MAX_SLOTS"
     return slots, f"{free >> 20} MiB free, {reserve >> 20} MiB reserve"
+
+
+def spread(num_slots: int, num_records: int) -> list[int]:
+    """Records for all slots, the same share of every layer."""
+    return [slot * num_records // num_slots for slot in range(num_slots)]
 
 
 def resolve_mode(mode: str) -> tuple[Literal["exact"], str]:

@@ -110,6 +110,11 @@ def typed_part(record: torch.Tensor, shape: ExpertShape, projection: str, part: 
     return record[start : start + 2 * width].view(torch.float16)
 
 
+def pinned_empty(shape: tuple[int, ...]) -> torch.Tensor:
+    """int64 in pinned host memory: copies from and to it need not be waited for."""
+    return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+
+
 def check_memlock(num_bytes: int) -> None:
     """Says when the limit on locked memory is lower than what is about to be pinned."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

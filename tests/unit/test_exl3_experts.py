@@ -1,0 +1,237 @@
+"""The GPU's expert store over fake streams: the "device" is host memory, the "kernels" read bytes through the tables' addresses.
+
+What streams do to the order of things is tested on a GPU (tests/gpu, bench/gpu_exact.py); here it is that every address is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.python.expert import ExpertShape
+from services.gpu_worker.backends.exl3 import experts
+from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
+from services.gpu_worker.backends.exl3.records import typed_part
+from services.gpu_worker.patches import pointer_tables
+from services.gpu_worker.patches.expert_load import MoeLayer, Place
+
+LAYERS, EXPERTS, TOP_K = 3, 10, 4
+SHAPE = ExpertShape.create(128, 128, 2)
+
+
+class FakeEvent:
+    """Done when the test says so."""
+
+    done = True
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return FakeEvent.done
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeStream:
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def wait_stream(self, _other: Any) -> None:
+        pass
+
+    def wait_event(self, _event: Any) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeEvent.done = True
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(experts, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
+
+
+class FakeRecords:
+    """Random records in ordinary memory."""
+
+    def __init__(self) -> None:
+        self.num_layers, self.num_experts = LAYERS, EXPERTS
+        self.num_records = LAYERS * EXPERTS
+        self.shapes = [SHAPE] * LAYERS
+        self.stride = SHAPE.record_bytes
+        self.host = torch.randint(0, 255, (self.num_records, self.stride), dtype=torch.uint8)
+        self.pristine = self.host.clone()
+        self.num_bytes = self.host.numel()
+        self.offsets = np.array([[getattr(shape, row) for row in pointer_tables.ROWS] for shape in self.shapes], np.int64)
+        self.arena = types.SimpleNamespace(check=lambda layer, expert: True)
+
+    def addresses(self, layer: int) -> np.ndarray:
+        return self.host.data_ptr() + (layer * EXPERTS + np.arange(EXPERTS, dtype=np.int64)) * self.stride
+
+    def view(self, place: Place, part: str) -> torch.Tensor:
+        return typed_part(self.host[place.layer * EXPERTS + place.expert], self.shapes[place.layer], place.projection, part)
+
+
+class World:
+    """A store, and kernels that check what they read."""
+
+    def __init__(self, num_slots: int, options: ExpertOptions) -> None:
+        self.records = FakeRecords()
+        self.table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
+        self.layers = []
+        for layer in range(LAYERS):
+            linears = {p: [types.SimpleNamespace(inner=self._inner(layer, e, p)) for e in range(EXPERTS)] for p in ("gate", "up", "down")}
+            mlp = types.SimpleNamespace(gates=linears["gate"], ups=linears["up"], downs=linears["down"])
+            self.layers.append(MoeLayer(layer, mlp, EXPERTS))
+        self.store = ExpertStore(self.records, self.table, self.layers, num_slots, TOP_K, options)  # type: ignore[arg-type]
+
+    def _inner(self, layer: int, expert: int, projection: str) -> Any:
+        return types.SimpleNamespace(
+            **{part: self.records.view(Place(layer, expert, projection), part) for part in ("trellis", "suh", "svh")}
+        )
+
+    def read(self, layer: int, expert: int) -> None:
+        """What a kernel reads through the tables is the record as it was loaded."""
+        want = self.records.pristine[layer * EXPERTS + expert]
+        for row, name in enumerate(pointer_tables.ROWS):
+            projection, part = name.split("_")
+            expected = typed_part(want, SHAPE, projection, part).contiguous().view(torch.uint8).flatten().numpy().tobytes()
+            assert ctypes.string_at(int(self.table[layer, row, expert]), len(expected)) == expected, (layer, expert, name)
+
+    def read_tensors(self, layer: int, expert: int) -> None:
+        """The same for the paths that read tensors."""
+        self.store.before_single_expert(layer, expert)
+        want = self.records.pristine[layer * EXPERTS + expert]
+        mlp = self.layers[layer].mlp
+        for projection, linears in (("gate", mlp.gates), ("up", mlp.ups), ("down", mlp.downs)):
+            for part in ("trellis", "suh", "svh"):
+                assert torch.equal(
+                    getattr(linears[expert].inner, part).view(torch.uint8), typed_part(want, SHAPE, projection, part).view(torch.uint8)
+                )
+
+    def decode(self, draw: random.Random, rows: int = 2) -> None:
+        for layer in range(LAYERS):
+            sel = torch.tensor([draw.sample(range(EXPERTS), TOP_K) for _ in range(rows)])
+            self.store.before_experts(layer, rows, sel)
+            for expert in sel.unique().tolist():
+                self.read(layer, expert)
+            self.store.after_experts(layer)
+        self.store.between_passes()
+
+    def prefill(self, rows: int = 100, layers: int = LAYERS) -> None:
+        self.store.begin_prefill(rows)
+        for layer in range(layers):
+            self.store.before_experts(layer, rows, None)
+            for expert in range(EXPERTS):
+                self.read(layer, expert)
+                self.read_tensors(layer, expert)
+            self.store.after_experts(layer)
+
+
+SLOTS = (0, 1, 2, 7, 15, LAYERS * EXPERTS)
+
+
+@pytest.mark.parametrize("num_slots", SLOTS)
+def test_every_pass_reads_the_right_bytes(num_slots: int) -> None:
+    """Decode and prefill passes in any order, copies that are done at any time: tables and tensors always lead to the record."""
+    draw = random.Random(num_slots)
+    world = World(num_slots, ExpertOptions(PlacementOptions(admit_after=1, max_admissions=3), stage_min_rows=9))
+    for _ in range(60):
+        FakeEvent.done = draw.random() < 0.6
+        if draw.random() < 0.75:
+            world.decode(draw, draw.randint(1, 8))
+        else:
+            # exllamav3's prefill may leave out the last layer.
+            world.prefill(draw.choice((9, 100)), draw.choice((LAYERS, LAYERS - 1)))
+    stats = world.store.stats()
+    assert stats["decode_picks"] > 0
+    assert (stats["admissions"] > 0) == (num_slots > 0)
+    assert (stats["staged_passes"] > 0) == (num_slots >= 2)
+
+
+def test_resident_records_are_never_read_on_the_host() -> None:
+    """With every record resident and the host's bytes overwritten, decode, prefill and the tensor paths still read what was loaded."""
+    world = World(LAYERS * EXPERTS, ExpertOptions())
+    world.store.place(range(LAYERS * EXPERTS))
+    world.records.host.fill_(0xFF)
+    world.decode(random.Random(1))
+    world.prefill()
+    assert world.store.stats()["decode_hits"] == world.store.stats()["decode_picks"]
+
+
+def test_staged_layers_are_read_from_slots() -> None:
+    """While a staged layer computes, what fits into its half is not read on the host."""
+    world = World(2 * EXPERTS, ExpertOptions(stage_min_rows=9))
+    world.store.begin_prefill(100)
+    world.store.before_experts(0, 100, None)
+    first, last = int(world.table[0].min()), int(world.table[0].max())
+    slots = world.store._slots
+    assert slots.data_ptr() <= first
+    assert last < slots.data_ptr() + slots.numel()
+    world.store.after_experts(0)
+    host = world.records.host
+    assert all(host.data_ptr() <= int(address) < host.data_ptr() + host.numel() for address in world.table[0].flatten())
+
+
+def test_a_prefill_gives_the_decode_set_back() -> None:
+    """Records that lent their slots to a staged prefill are resident again after a few decode steps, without being picked."""
+    world = World(8, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))
+    for _ in range(3):
+        for layer in range(LAYERS):
+            world.store.before_experts(layer, 1, torch.tensor([[0, 1, 2, 3]]) if layer < 2 else torch.tensor([[9, 9, 9, 9]]))
+        world.store.between_passes()
+    before = {record for _, record in world.store.placement.residents()}
+    assert len(before) == 8
+    world.prefill()
+    for _ in range(3):
+        for layer in range(LAYERS):
+            world.store.before_experts(layer, 1, torch.tensor([[9, 9, 9, 9]]))
+        world.store.between_passes()
+    after = {record for _, record in world.store.placement.residents()}
+    assert len(after & before) >= 5
+
+
+def test_closing_points_everything_at_the_host() -> None:
+    """So that the slots' memory can be given to somebody else."""
+    world = World(12, ExpertOptions())
+    world.store.place([0, 5, 29])
+    world.read_tensors(2, 9)
+    world.store.close()
+    world.store._slots.fill_(0xEE)
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            world.read(layer, expert)
+    assert world.layers[2].mlp.ups[9].inner.trellis.data_ptr() == world.records.view(Place(2, 9, "up"), "trellis").data_ptr()
+
+
+def test_a_damaged_slot_is_counted() -> None:
+    """verify() compares each slot with its record."""
+    world = World(4, ExpertOptions())
+    world.store.place([3, 4])
+    world.store._slots[1, 100] ^= 1
+    report = world.store.verify()
+    assert (report.records_checked, report.records_bad, report.slots_checked, report.slots_bad) == (LAYERS * EXPERTS, 0, 2, 1)
+
+
+def test_a_warm_up_leaves_the_cache_alone() -> None:
+    """Its picks are random: they heat nothing and stage nothing."""
+    world = World(15, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))
+    world.store.paused = True
+    world.decode(random.Random(2))
+    world.prefill()
+    stats = world.store.stats()
+    assert (stats["decode_picks"], stats["staged_passes"], stats["slots_used"]) == (0, 0, 0)
+    assert world.store.placement.slot(0) == NONE
