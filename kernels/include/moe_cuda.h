@@ -1,0 +1,93 @@
+/* Routed experts on a CUDA GPU, for decode: docs/arithmetic.md on tensor cores, with the bits of the CPU kernel (moe_expert.h).
+ *
+ * Raw device addresses and a stream handle in, no torch, no Python. A call only enqueues kernels: it allocates nothing, never synchronises
+ * and may be captured into a CUDA graph; what the addresses hold is read when the kernels run. The library is libglm53_cuda.so.
+ */
+#ifndef GLM53_MOE_CUDA_H_
+#define GLM53_MOE_CUDA_H_
+
+#include "moe_expert.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rows (tokens) of one step, and picks of one token. */
+#define MOE_CUDA_MAX_ROWS 8u
+#define MOE_CUDA_MAX_TOP_K 16u
+
+enum MoeCudaIndex { MOE_CUDA_INDEX_I32 = 0, MOE_CUDA_INDEX_I64 = 1 };
+
+/* Bits of MoeCudaStep.flags. */
+enum MoeCudaFlags {
+  /* Never let a kernel of the step start before its predecessor has ended (programmatic dependent launch, compute capability 9.0 and up,
+   * is on otherwise: it hides the launches and the first loads). */
+  MOE_CUDA_SERIAL = 1
+};
+
+/* One decode step of one MoE layer: `rows` tokens, top_k picks each. Pick p = row * top_k + slot belongs to expert selected[p].
+ *
+ * A pick is computed here when its expert e lies in 0..num_experts-1 and records[e] is not 0; the others are left out: their rows of y are
+ * not written and `out` does not contain them. That is how picks of another lane are masked.
+ * All pointers are addresses that the device can read or write, 16-byte aligned. */
+typedef struct MoeCudaStep {
+  const uint64_t* records; /* [num_experts] address of the expert's record in VRAM or in mapped host memory, 64-byte aligned; 0: not here */
+  const void* x;           /* [rows][hidden] of x_dtype */
+  const void* selected;    /* [rows][top_k] expert numbers of selected_type */
+  const void* weights;     /* [rows][top_k] routing weights of weights_dtype; may be NULL when out is NULL */
+  float* y;                /* [rows * top_k][hidden] one row per computed pick, not weighted, output basis; NULL: rows stay inside */
+  float* out;              /* [rows][hidden] out = fma(weight, y, out) over ascending slots from 0, then + shared; NULL: no sum */
+  const float* shared;     /* [rows][hidden] added after the picks, or NULL */
+  uint32_t num_experts;
+  uint32_t rows;          /* 1..MOE_CUDA_MAX_ROWS */
+  uint32_t top_k;         /* 1..MOE_CUDA_MAX_TOP_K */
+  uint32_t x_dtype;       /* MoeDtype */
+  uint32_t selected_type; /* MoeCudaIndex */
+  uint32_t weights_dtype; /* MoeDtype */
+  uint32_t flags;         /* MoeCudaFlags */
+} MoeCudaStep;
+
+/* Adds the rows of a step whose picks were computed in different places: the same sum as `out` above.
+ * Pick p takes its row from y when its expert has a record, from other_y when it has none but its number is valid (0..num_experts-1), and
+ * is left out when its number is not valid. */
+typedef struct MoeCudaCombine {
+  const uint64_t* records; /* [num_experts], as the step had it */
+  const void* selected;    /* [rows][top_k] */
+  const void* weights;     /* [rows][top_k] */
+  const float* y;          /* [rows * top_k][hidden] */
+  const float* other_y;    /* [rows * top_k][hidden], mapped host memory for example; NULL: those picks are left out */
+  const float* shared;     /* [rows][hidden] or NULL */
+  float* out;              /* [rows][hidden] */
+  uint32_t hidden;
+  uint32_t num_experts, rows, top_k;
+  uint32_t selected_type, weights_dtype;
+} MoeCudaCombine;
+
+/* Kernels, scratch memory and launch sizes for experts of one shape on one device. Steps that use the same handle must be ordered by their
+ * streams: they share its scratch memory. */
+typedef struct MoeCudaExperts MoeCudaExperts;
+
+/* 0 when the shape can run on GPUs: native layout, MUL1, K = 2, 3 or 4 for each matrix. Otherwise -1 and a message that names the field. */
+MOE_API int moe_cuda_shape_check(const MoeExpertShape* shape);
+/* NULL with a message when the shape is not supported, there is no such device, it is older than compute capability 8.0, or its memory is
+ * short. max_picks: the largest rows * top_k of a step. */
+MOE_API MoeCudaExperts* moe_cuda_create(const MoeExpertShape* shape, uint32_t max_picks, int32_t device);
+/* Waits for the device. No step of the handle may be outstanding in a captured graph that will run again. */
+MOE_API void moe_cuda_destroy(MoeCudaExperts* experts);
+/* Enqueues a step on the stream (cudaStream_t; 0 = the default stream). 0, or -1 and a message. */
+MOE_API int moe_cuda_run(MoeCudaExperts* experts, const MoeCudaStep* step, void* stream);
+MOE_API int moe_cuda_combine(const MoeCudaCombine* combine, void* stream);
+/* What the handle runs with: device name, blocks per multiprocessor, scratch bytes. Owned by the handle. */
+MOE_API const char* moe_cuda_describe(const MoeCudaExperts* experts);
+MOE_API const char* moe_cuda_last_error(void);
+MOE_API uint32_t moe_cuda_arithmetic_version(void);
+/* The architectures that the library holds machine code for, for example "86,89,90,120". */
+MOE_API const char* moe_cuda_architectures(void);
+/* As moe_struct_layout, for the structs of this header. */
+MOE_API const char* moe_cuda_struct_layout(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* GLM53_MOE_CUDA_H_ */

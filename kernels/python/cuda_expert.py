@@ -1,0 +1,230 @@
+"""Routed experts on a CUDA GPU for decode: libglm53_cuda.so (moe_cuda.h), by device addresses and a stream handle.
+
+There is no torch here: who owns the memory passes `tensor.data_ptr()` and `stream.cuda_stream`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+from typing import Any
+
+from kernels.python import expert, lib
+from kernels.python.expert import ExpertShape
+
+LIBRARY_PATH = lib.LIBRARY_PATH.with_name("libglm53_cuda.so")
+MAX_ROWS = 8
+MAX_TOP_K = 16
+
+DTYPE_F32, DTYPE_F16 = 0, 1
+INDEX_I32, INDEX_I64 = 0, 1
+FLAG_SERIAL = 1
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("records", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("selected", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("num_experts", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("top_k", ctypes.c_uint32),
+        ("x_dtype", ctypes.c_uint32),
+        ("selected_type", ctypes.c_uint32),
+        ("weights_dtype", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+    ]
+
+
+class _Combine(ctypes.Structure):
+    _fields_ = [
+        ("records", ctypes.c_void_p),
+        ("selected", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("y", ctypes.c_void_p),
+        ("other_y", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("hidden", ctypes.c_uint32),
+        ("num_experts", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("top_k", ctypes.c_uint32),
+        ("selected_type", ctypes.c_uint32),
+        ("weights_dtype", ctypes.c_uint32),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """The picks of one step, in device memory. Pick p = row * top_k + slot belongs to expert selected[p].
+
+    records: uint64 [num_experts], the address of an expert's record in VRAM or mapped host memory, 0 when it is not computed on the GPU.
+    selected: int64 or int32 [rows, top_k]; numbers outside 0..num_experts-1 are left out. weights: fp16 or fp32 [rows, top_k].
+    """
+
+    records: int
+    selected: int
+    weights: int
+    num_experts: int
+    rows: int
+    top_k: int
+    selected_type: int = INDEX_I64
+    weights_dtype: int = DTYPE_F16
+
+
+class CudaExperts:
+    """The expert kernels for records of one shape on one device. Steps of one object share its scratch memory: order them by stream."""
+
+    def __init__(self, shape: ExpertShape, max_picks: int, device: int = 0) -> None:
+        """Takes scratch memory on the device.
+
+        max_picks: the largest rows * top_k of a step. device: CUDA ordinal.
+        Raises ValueError naming what the shape or the device lacks, KernelsMissingError when the library is not built.
+        """
+        self._handle: int | None = None
+        self._library = _signatures()
+        handle = self._library.moe_cuda_create(ctypes.byref(shape), max_picks, device)
+        if not handle:
+            raise ValueError(self._library.moe_cuda_last_error().decode())
+        self._handle = handle
+
+    @property
+    def description(self) -> str:
+        """Device, blocks per multiprocessor, scratch memory."""
+        text: bytes = self._library.moe_cuda_describe(self._open())
+        return text.decode()
+
+    def run(
+        self,
+        routing: Routing,
+        x: int,
+        *,
+        y: int | None = None,
+        out: int | None = None,
+        shared: int | None = None,
+        x_dtype: int = DTYPE_F16,
+        serial: bool = False,
+        stream: int = 0,
+    ) -> None:
+        """Enqueues one step. All addresses are device addresses, 16-byte aligned.
+
+        x: fp16 or fp32 [rows, hidden]. y: fp32 [rows * top_k, hidden], one unweighted row per computed pick. out: fp32 [rows, hidden], the
+        weighted sum over ascending slots, then plus shared (fp32 [rows, hidden]). At least one of y and out.
+        serial: no kernel begins before the one before it has ended. stream: cudaStream_t as an integer.
+        Raises ValueError naming the argument; RuntimeError is left to the stream, where an error of the device shows up.
+        """
+        step = _Step(
+            records=routing.records,
+            x=x,
+            selected=routing.selected,
+            weights=routing.weights,
+            y=y,
+            out=out,
+            shared=shared,
+            num_experts=routing.num_experts,
+            rows=routing.rows,
+            top_k=routing.top_k,
+            x_dtype=x_dtype,
+            selected_type=routing.selected_type,
+            weights_dtype=routing.weights_dtype,
+            flags=FLAG_SERIAL if serial else 0,
+        )
+        if self._library.moe_cuda_run(self._open(), ctypes.byref(step), stream) != 0:
+            raise ValueError(self._library.moe_cuda_last_error().decode())
+
+    def close(self) -> None:
+        """Waits for the device and gives the scratch memory back. Closing twice is harmless."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._library.moe_cuda_destroy(handle)
+
+    def __enter__(self) -> CudaExperts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int:
+        if self._handle is None:
+            raise ValueError("the experts are closed")
+        return self._handle
+
+
+def combine(
+    routing: Routing, hidden: int, y: int, out: int, *, other_y: int | None = None, shared: int | None = None, stream: int = 0
+) -> None:
+    """Enqueues the weighted sum of rows that were computed in different places, with the bits of `CudaExperts.run`'s `out`.
+
+    A pick whose expert has a record takes its row from y, any other valid pick from other_y (fp32 [rows * top_k, hidden], for example
+    mapped host memory that another lane has filled before the stream comes here).
+    Raises ValueError naming the argument.
+    """
+    library = _signatures()
+    arguments = _Combine(
+        records=routing.records,
+        selected=routing.selected,
+        weights=routing.weights,
+        y=y,
+        other_y=other_y,
+        shared=shared,
+        out=out,
+        hidden=hidden,
+        num_experts=routing.num_experts,
+        rows=routing.rows,
+        top_k=routing.top_k,
+        selected_type=routing.selected_type,
+        weights_dtype=routing.weights_dtype,
+    )
+    if library.moe_cuda_combine(ctypes.byref(arguments), stream) != 0:
+        raise ValueError(library.moe_cuda_last_error().decode())
+
+
+def why_not(shape: ExpertShape) -> str | None:
+    """Why the GPU kernel cannot run this shape, or None when it can (a device is not looked for)."""
+    library = _signatures()
+    return None if library.moe_cuda_shape_check(ctypes.byref(shape)) == 0 else library.moe_cuda_last_error().decode()
+
+
+def architectures() -> list[str]:
+    """Compute capabilities that the library has machine code for, such as "90"."""
+    text: bytes = _signatures().moe_cuda_architectures()
+    return text.decode().split(",")
+
+
+def is_built() -> bool:
+    """Whether the library exists. It is built with the other kernels where nvcc is found."""
+    return LIBRARY_PATH.is_file()
+
+
+@functools.cache
+def _signatures() -> ctypes.CDLL:
+    if not is_built():
+        raise lib.KernelsMissingError(f"{LIBRARY_PATH} does not exist: `make kernels` builds it where nvcc is installed")
+    try:
+        library = ctypes.CDLL(str(LIBRARY_PATH))
+    except OSError as error:
+        raise lib.KernelsMissingError(f"{LIBRARY_PATH} does not load ({error}): rebuild it with `make kernels`") from error
+    pointer, number, text = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p
+    signatures: dict[str, tuple[list[Any], Any]] = {
+        "moe_cuda_shape_check": ([pointer], ctypes.c_int),
+        "moe_cuda_create": ([pointer, number, ctypes.c_int32], pointer),
+        "moe_cuda_destroy": ([pointer], None),
+        "moe_cuda_run": ([pointer, pointer, pointer], ctypes.c_int),
+        "moe_cuda_combine": ([pointer, pointer], ctypes.c_int),
+        "moe_cuda_describe": ([pointer], text),
+        "moe_cuda_last_error": ([], text),
+        "moe_cuda_arithmetic_version": ([], number),
+        "moe_cuda_architectures": ([], text),
+        "moe_cuda_struct_layout": ([], text),
+    }
+    for name, (argument_types, result_type) in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = argument_types
+        function.restype = result_type
+    expert.check_layout(library.moe_cuda_struct_layout().decode(), {"MoeCudaStep": _Step, "MoeCudaCombine": _Combine})
+    return library

@@ -1,0 +1,208 @@
+"""The GPU expert kernel gives the CPU kernel's bits."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kernels.python import cuda_expert
+from kernels.python.exl3 import Codebook
+from kernels.python.expert import Activation, ExpertPool, ExpertShape
+from tests.kernels.cases import Case, all_cases, build
+from tests.kernels.make_golden import GOLDEN_PATH, digest
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(not cuda_expert.is_built(), reason="libglm53_cuda.so is not built: no nvcc"),
+]
+
+from tests.gpu.int_expert_steps import DeviceLayer, Step, differing, expected_out, expected_rows, make_records, random_step  # noqa: E402
+
+GOLDEN = {entry["name"]: entry["sha256"] for entry in json.loads(GOLDEN_PATH.read_text())["cases"]}
+SUPPORTED = [case for case in all_cases() if case.codebook is Codebook.MUL1 and all(2 <= k <= 4 for k in case.bits)]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ExpertPool]:
+    with ExpertPool(threads=max(1, min(16, os.cpu_count() or 1))) as workers:
+        yield workers
+
+
+def one_expert_step(case_x: np.ndarray, weight: float = 1.0) -> Step:
+    rows = len(case_x)
+    return Step(case_x, np.zeros((rows, 1), np.int64), np.full((rows, 1), weight, np.float32), np.ones(1, np.bool_))
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case.name)
+def test_golden_cases(case: Case) -> None:
+    """Every golden case that the kernel supports has the golden output, from VRAM and from mapped host memory."""
+    shape, record, x = build(case)
+    for mapped in (False, True):
+        layer = DeviceLayer(shape, record[None], mapped=mapped)
+        y, _ = layer.run(one_expert_step(x))
+        layer.close()
+        assert digest(y) == GOLDEN[case.name]["y"]
+
+
+def test_enough_golden_cases_are_supported() -> None:
+    """The filter above leaves what the kernel promises: K = 2, 3, 4, mixed K, all activations, no gate, biases, 1 to 8 rows."""
+    assert len(SUPPORTED) >= 40
+    assert {k for case in SUPPORTED for k in case.bits} == {2, 3, 4}
+    assert {case.activation for case in SUPPORTED} == set(Activation)
+    assert {case.rows for case in SUPPORTED} == set(range(1, 9))
+    assert any(case.gateless for case in SUPPORTED)
+    assert any(len(set(case.bits)) == 3 for case in SUPPORTED)
+
+
+SHAPES = [
+    ("glm small", {"hidden": 512, "inter": 256, "bits": 3, "act_limit": 10.0}),
+    ("k 2", {"hidden": 384, "inter": 128, "bits": 2}),
+    ("k 4", {"hidden": 256, "inter": 384, "bits": 4, "has_bias": True}),
+    ("k 2 3 4", {"hidden": 640, "inter": 128, "bits": (2, 3, 4), "activation": Activation.GELU}),
+    ("k 4 3 2", {"hidden": 128, "inter": 640, "bits": (4, 3, 2), "activation": Activation.SWIGLU_OAI, "act_limit": 7.0}),
+    ("gateless", {"hidden": 256, "inter": 256, "bits": 3, "activation": Activation.RELU2, "gateless": True}),
+]
+STEPS_PER_SHAPE = 180
+
+
+@pytest.mark.parametrize("name", [name for name, _ in SHAPES])
+def test_random_layer_steps(pool: ExpertPool, name: str) -> None:
+    """Random routings of 1 to 8 rows, masked and invalid picks, both orders of launches: rows and sums have the CPU kernel's bits."""
+    settings = dict(SHAPES)[name]
+    shape = ExpertShape.create(settings.pop("hidden"), settings.pop("inter"), settings.pop("bits"), **settings)
+    generator = np.random.default_rng(len(name))
+    records = make_records(shape, 24, seed=len(name))
+    layer = DeviceLayer(shape, records)
+    for i in range(STEPS_PER_SHAPE):
+        top_k = int(generator.integers(1, 17)) if i % 4 == 3 else 8
+        step = random_step(generator, shape.hidden, 24, 1 + i % 8, top_k, absent=0.3 if i % 3 == 0 else 0.0, odd=0.2 if i % 5 == 0 else 0.0)
+        found_y, found_out = layer.run(
+            step, serial=i % 2 == 0, selected_type=cuda_expert.INDEX_I32 if i % 7 == 0 and not (step.selected > 1 << 30).any() else 1
+        )
+        y = expected_rows(pool, shape, records, step)
+        active = step.active()
+        assert differing(found_y[active], y[active]) == 0, i
+        assert np.isnan(found_y[~active]).all(), i
+        assert differing(found_out, expected_out(step, y)) == 0, i
+    layer.close()
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["vram", "mapped"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_layer_steps_of_the_real_size(pool: ExpertPool, bits: int, mapped: bool) -> None:
+    """Steps of GLM-5.3-Flash's expert, 4096 x 2048, 1 to 8 rows with 8 picks."""
+    shape = ExpertShape.create(4096, 2048, bits, act_limit=10.0)
+    records = make_records(shape, 16, seed=bits)
+    layer = DeviceLayer(shape, records, mapped=mapped)
+    generator = np.random.default_rng(bits)
+    for rows in range(1, 9):
+        step = random_step(generator, 4096, 16, rows, 8)
+        found_y, found_out = layer.run(step)
+        y = expected_rows(pool, shape, records, step)
+        assert differing(found_y, y) == 0
+        assert differing(found_out, expected_out(step, y)) == 0
+    layer.close()
+
+
+def test_a_row_that_is_not_finite_stays_alone(pool: ExpertPool) -> None:
+    """A row with a NaN or an infinity is NaN throughout; its neighbours in the same run keep their bits."""
+    shape = ExpertShape.create(256, 128, 3, act_limit=10.0)
+    records = make_records(shape, 1, seed=5)
+    layer = DeviceLayer(shape, records)
+    x = np.random.default_rng(1).standard_normal((4, 256)).astype(np.float32)
+    good, _ = layer.run(one_expert_step(x))
+    for bad in (np.nan, np.inf, -np.inf):
+        changed = x.copy()
+        changed[2, 100] = bad
+        found, _ = layer.run(one_expert_step(changed))
+        assert np.isnan(found[2]).all()
+        assert differing(found[[0, 1, 3]], good[[0, 1, 3]]) == 0
+    layer.close()
+
+
+def test_a_graph_reads_what_its_addresses_hold_then(pool: ExpertPool) -> None:
+    """A captured step, replayed after new activations, picks and record addresses were written, computes the new step."""
+    shape = ExpertShape.create(512, 256, 3, act_limit=10.0)
+    records = make_records(shape, 12, seed=9)
+    layer = DeviceLayer(shape, records)
+    generator = np.random.default_rng(3)
+    steps = [random_step(generator, 512, 12, 4, 8, absent=0.2) for _ in range(6)]
+    steps = [Step(step.x.astype(np.float16), step.selected, step.weights.astype(np.float16), step.here) for step in steps]
+    routing, (table, selected, weights) = layer.routing(steps[0])
+    x = torch.from_numpy(steps[0].x).cuda()
+    out = torch.zeros((4, 512), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.experts.run(routing, x.data_ptr(), out=out.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
+    for step in steps:
+        table.copy_(torch.where(torch.from_numpy(step.here).cuda(), layer.addresses, 0))
+        selected.copy_(torch.from_numpy(step.selected))
+        weights.copy_(torch.from_numpy(step.weights))
+        x.copy_(torch.from_numpy(step.x))
+        out.fill_(float("nan"))
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+        y = expected_rows(pool, shape, records, step)
+        assert differing(out.cpu().numpy(), expected_out(step, y)) == 0
+    del graph
+    layer.close()
+
+
+def test_rows_of_two_lanes_combine_to_the_bits_of_one(pool: ExpertPool) -> None:
+    """Half of the experts on the GPU, the other rows from host memory: the combined sum is that of a GPU that has all of them."""
+    shape = ExpertShape.create(512, 256, 3, act_limit=10.0)
+    records = make_records(shape, 16, seed=11)
+    layer = DeviceLayer(shape, records)
+    generator = np.random.default_rng(4)
+    for rows in (1, 3, 8):
+        step = random_step(generator, 512, 16, rows, 8)
+        everything = Step(step.x, step.selected, step.weights, np.ones(16, np.bool_), step.shared)
+        half = Step(step.x, step.selected, step.weights, generator.random(16) < 0.5, step.shared)
+        _, expected = layer.run(everything)
+        y, _ = layer.run(half)
+        host_rows = expected_rows(pool, shape, records, Step(step.x, step.selected, step.weights, ~half.here))
+        routing, keep = layer.routing(half)
+        other = torch.from_numpy(host_rows).pin_memory()
+        device_y, out = torch.from_numpy(y).cuda(), torch.full((rows, 512), float("nan"), device="cuda")
+        shared = None if step.shared is None else torch.from_numpy(step.shared).cuda()
+        cuda_expert.combine(
+            routing,
+            512,
+            device_y.data_ptr(),
+            out.data_ptr(),
+            other_y=other.data_ptr(),
+            shared=None if shared is None else shared.data_ptr(),
+            stream=torch.cuda.current_stream().cuda_stream,
+        )
+        torch.cuda.synchronize()
+        del keep
+        assert differing(out.cpu().numpy(), expected) == 0
+    layer.close()
+
+
+def test_a_step_that_does_not_fit_is_refused() -> None:
+    """The error names the argument; nothing is enqueued."""
+    shape = ExpertShape.create(256, 128, 3)
+    layer = DeviceLayer(shape, make_records(shape, 2, seed=1), max_picks=8)
+    step = Step(np.zeros((8, 256), np.float16), np.zeros((8, 2), np.int64), np.ones((8, 2), np.float16), np.ones(2, np.bool_))
+    with pytest.raises(ValueError, match="rows = 8 x top_k = 2: the handle has room for 8 picks"):
+        layer.run(step)
+    routing, keep = layer.routing(Step(step.x[:2], step.selected[:2], step.weights[:2], step.here))
+    x = torch.zeros((2, 256), dtype=torch.float16, device="cuda")
+    with pytest.raises(ValueError, match="y and out are both NULL"):
+        layer.experts.run(routing, x.data_ptr())
+    with pytest.raises(ValueError, match="x is not 16-byte aligned"):
+        layer.experts.run(routing, x.data_ptr() + 2, out=x.data_ptr())
+    del keep
+    layer.close()
+    with pytest.raises(ValueError, match="closed"):
+        layer.experts.run(routing, x.data_ptr())
+    with pytest.raises(ValueError, match="device 99 does not exist"):
+        cuda_expert.CudaExperts(shape, 8, device=99)

@@ -1,0 +1,75 @@
+"""The GPU kernels' library on a machine without a GPU: it is built where nvcc is, loads, and says what it cannot do."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.python import cuda_expert
+from kernels.python.exl3 import Codebook
+from kernels.python.expert import ExpertShape
+from tools import build_kernels
+
+built = pytest.mark.skipif(not cuda_expert.is_built(), reason="libglm53_cuda.so is not built: no nvcc, or `build_kernels --cuda none`")
+
+
+def test_the_library_is_built_where_nvcc_is() -> None:
+    """`make kernels` has compiled the GPU kernels for every architecture that was chosen."""
+    nvcc = build_kernels.find_nvcc()
+    choice = build_kernels.recorded_choice()
+    if nvcc is None or choice == "none":
+        pytest.skip("nvcc is not installed" if nvcc is None else "left out by `build_kernels --cuda none`")
+    expected = build_kernels.CUDA_ARCHITECTURES if choice == "all" else tuple(choice.split(","))
+    assert cuda_expert.is_built()
+    assert tuple(cuda_expert.architectures()) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "nvcc", "options"),
+    [
+        ("all", None, ["-DGLM53_CUDA=OFF"]),
+        ("none", "/n/nvcc", ["-DGLM53_CUDA=OFF"]),
+        ("all", "/n/nvcc", ["-DGLM53_CUDA=ON", "-DGLM53_CUDA_ARCHITECTURES=86;89;90;120", "-DCMAKE_CUDA_COMPILER=/n/nvcc"]),
+        ("86,90", "/n/nvcc", ["-DGLM53_CUDA=ON", "-DGLM53_CUDA_ARCHITECTURES=86;90", "-DCMAKE_CUDA_COMPILER=/n/nvcc"]),
+    ],
+)
+def test_what_cmake_is_told(choice: str, nvcc: str | None, options: list[str]) -> None:
+    """No nvcc means no GPU kernels; a choice of architectures is passed on."""
+    assert build_kernels.cuda_options(choice, nvcc) == options
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    """The message names it and what there is."""
+    with pytest.raises(SystemExit, match=r"--cuda 90,75: 75 is not one of 86, 89, 90, 120, all, none"):
+        build_kernels.cuda_options("90,75", "/n/nvcc")
+
+
+@built
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (ExpertShape.create(256, 128, 3, codebook=Codebook.MCG), "codebook 1: the GPU kernel has MUL1"),
+        (ExpertShape.create(256, 128, (3, 3, 5)), "k_down = 5 bits per weight: the GPU kernel has 2, 3 and 4"),
+        (ExpertShape.create(256, 128, (1, 3, 3)), "k_gate = 1"),
+        (ExpertShape.create(256, 128, 6, gateless=True), "k_up = 6"),
+    ],
+)
+def test_a_shape_that_a_gpu_cannot_run_is_named(shape: ExpertShape, message: str) -> None:
+    """`why_not` says which field is at fault, so that the caller can say why it falls back."""
+    reason = cuda_expert.why_not(shape)
+    assert reason is not None
+    assert message in reason
+
+
+@built
+def test_a_shape_that_a_gpu_runs_has_no_reason_against_it() -> None:
+    """K = 2, 3, 4 in any mixture, with and without a gate."""
+    for bits in (2, 3, 4, (2, 3, 4)):
+        for gateless in (False, True):
+            assert cuda_expert.why_not(ExpertShape.create(256, 384, bits, gateless=gateless)) is None
+
+
+@built
+def test_too_many_picks_are_refused_before_a_device_is_asked_for() -> None:
+    """The limit is named."""
+    with pytest.raises(ValueError, match=r"max_picks = 129 is not in 1\.\.128"):
+        cuda_expert.CudaExperts(ExpertShape.create(256, 128, 3), 129)
