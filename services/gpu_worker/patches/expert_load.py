@@ -6,11 +6,11 @@ views of them, so that every kernel works at once, reading over the link. Where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.common.errors import CheckpointError, ConfigError
+from services.common.errors import ConfigError
 from services.gpu_worker.patches.replace import Replacements
 
 NAME = "expert_load"
@@ -81,33 +81,32 @@ def install(
     layers: Iterable[MoeLayer],
     linear_class: Callable[..., Any],
     view: Callable[[Place, str], Any],
+    marker: Callable[[Place, str], Any],
 ) -> None:
-    """Makes every expert's linear load as views.
+    """Makes every expert's linear load as views. The checkpoint's files are not asked: the arena has been filled from them.
 
     Args:
         replacements: undoes the patch.
         layers: from `find_moe_layers`.
         linear_class: exllamav3's LinearEXL3.
         view: (which linear, "trellis" | "suh" | "svh") -> device tensor over the record's bytes.
+        marker: (which linear, "mcg" | "mul1") -> a tensor when the linear uses that codebook, else None.
     """
     layers = list(layers)
     where = places(layers)
     for layer in layers:
         for linear in [*layer.mlp.gates, *layer.mlp.ups, *layer.mlp.downs]:
-            replacements.set(linear, "load_exl3", _loader(linear, where[id(linear)], linear_class, view))
+            replacements.set(linear, "load_exl3", _loader(linear, where[id(linear)], linear_class, view, marker))
 
 
-def _loader(linear: Any, place: Place, linear_class: Callable[..., Any], view: Callable[[Place, str], Any]) -> Callable[[str], bool]:
+def _loader(
+    linear: Any,
+    place: Place,
+    linear_class: Callable[..., Any],
+    view: Callable[[Place, str], Any],
+    marker: Callable[[Place, str], Any],
+) -> Callable[[str], bool]:
     def load_exl3(key: str) -> bool:
-        if not linear.is_exl3_storage(key):
-            return False
-        tensors = linear.config.stc
-        if tensors.has_tensor(f"{key}.bias"):
-            raise CheckpointError(f"tensor {key}.bias: experts with a bias are not supported")
-        markers: Mapping[str, Any] = {
-            name: tensors.get_tensor(f"{key}.{name}", "cpu", optional=True) if tensors.has_tensor(f"{key}.{name}") else None
-            for name in ("mcg", "mul1")
-        }
         linear.used_alt_key = key == linear.alt_key
         linear.inner = linear_class(
             linear.config,
@@ -116,8 +115,8 @@ def _loader(linear: Any, place: Place, linear_class: Callable[..., Any], view: C
             suh=view(place, "suh"),
             svh=view(place, "svh"),
             trellis=view(place, "trellis"),
-            mcg=markers["mcg"],
-            mul1=markers["mul1"],
+            mcg=marker(place, "mcg"),
+            mul1=marker(place, "mul1"),
             out_dtype=linear.out_dtype,
             key=linear.key,
         )

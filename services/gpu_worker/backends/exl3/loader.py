@@ -126,7 +126,7 @@ def load_model(
     table = torch.zeros((len(layers), len(pointer_tables.ROWS), arena.experts_per_layer), dtype=torch.int64, device=f"cuda:{DEVICE}")
     replacements = Replacements()
     try:
-        expert_load.install(replacements, layers, LinearEXL3, records.view)
+        expert_load.install(replacements, layers, LinearEXL3, records.view, records.marker)
         with Replacements() as while_loading:
             pointer_tables.install(while_loading, block_sparse_mlp, expert_load.places(layers), table)
             model.load(device=f"cuda:{DEVICE}", max_chunk_size=chunk, progressbar=False)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.python.arena import Arena
+from kernels.python.exl3 import Codebook
 from kernels.python.expert import ExpertShape
 from services.common.errors import ConfigError
 from services.gpu_worker.patches import pointer_tables
@@ -85,6 +86,11 @@ class PinnedRecords:
         typed = typed_part(self.host[record], self.shapes[place.layer], place.projection, part)
         view: torch.Tensor = self._extension.pinned_cuda_view(typed, self.device)
         return view
+
+    def marker(self, place: Place, codebook: str) -> torch.Tensor | None:
+        """A tensor when the layer's experts use that codebook ("mcg", "mul1"): exllamav3 asks only whether there is one."""
+        used = Codebook(self.shapes[place.layer].codebook).name.lower() == codebook
+        return torch.ones((), dtype=torch.int32) if used else None
 
     def addresses(self, layer: int) -> NDArray[np.int64]:
         """Device addresses of every record of a layer in place: int64 [experts]."""
