@@ -9,7 +9,7 @@ CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'ke
 PYTEST_ARGS ?=
 ARGS ?=
 
-.PHONY: help serve test test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev
+.PHONY: help serve test test-deploy test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -18,7 +18,10 @@ serve: setup ## Set everything up, then serve on http://127.0.0.1:30000/v1 (ARGS
 	@$(VENV)/bin/glm53 serve $(ARGS)
 
 test: setup-dev lint ## Set everything up, then lint, type-check and run every test that needs no GPU
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not containers" $(PYTEST_ARGS)
+
+test-deploy: setup-dev .state/debian-deploy ## Build the images and run the compose stack for real (root; podman, runc and mmdebstrap are installed)
+	$(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
@@ -70,6 +73,10 @@ kernels: .state/serve ## Build the C++ kernels
 
 .state/debian-test: tools/debian_packages.sh
 	@tools/debian_packages.sh test
+	@mkdir -p .state && touch $@
+
+.state/debian-deploy: tools/debian_packages.sh
+	@tools/debian_packages.sh deploy
 	@mkdir -p .state && touch $@
 
 .state/dev: .state/debian-test .state/serve pyproject.toml requirements.lock

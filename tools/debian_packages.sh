@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that the set-up needs: as root through apt, otherwise prints the one line to run and stops.
-# `debian_packages.sh test` also installs what only the tests need.
+# `debian_packages.sh test` also installs what only the tests need, `debian_packages.sh deploy` what runs containers.
 set -euo pipefail
 
 declare -A needs=(
@@ -11,6 +11,9 @@ if [ "${1:-}" = test ]; then
   needs[redis-server]="redis-server"
   needs[prometheus]="promtool"
   needs[prometheus-node-exporter]="prometheus-node-exporter"
+fi
+if [ "${1:-}" = deploy ]; then
+  for package in podman runc netavark aardvark-dns iptables catatonit mmdebstrap; do needs[$package]=$package; done
 fi
 missing=()
 has_package() { dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null | grep -qx installed; }
@@ -23,6 +26,9 @@ if ! command -v dpkg-query >/dev/null; then
     command -v redis-server >/dev/null || missing+=("redis-server >= 6")
     command -v promtool >/dev/null || missing+=("prometheus >= 2.42")
     command -v prometheus-node-exporter >/dev/null || missing+=("prometheus-node-exporter")
+  fi
+  if [ "${1:-}" = deploy ]; then
+    for program in podman runc mmdebstrap; do command -v "$program" >/dev/null || missing+=("$program"); done
   fi
   [ ${#missing[@]} -eq 0 ] && exit 0
   printf 'This is not Debian. Please install: %s\n' "$(IFS=,; echo "${missing[*]}")" >&2

@@ -1,0 +1,210 @@
+"""The compose stack, really run: healthy, reachable, hardened; each container killed in turn; nothing left at the end.
+
+The tests run in the order in which they stand and share one stack, as a deployment's days do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.deploy.engine import LAB, until
+from tests.deploy.stack import PROJECT, SERVICES, Stack, get
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+# A request is over within this time, whatever is killed: it ends well or with an error, it never hangs.
+OVER_S = 45.0
+
+
+def ask(stack: Stack) -> str:
+    """One greedy answer through the published port."""
+    answer = stack.client().chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64)
+    return str(answer.choices[0].message.content)
+
+
+class Traffic:
+    """Clients that ask and ask again while something breaks; remembers every answer, every error, and the slowest of all."""
+
+    def __init__(self, stack: Stack, clients: int = 2) -> None:
+        self._stack = stack
+        self._stop = threading.Event()
+        self.answers: list[str] = []
+        self.errors: list[str] = []
+        self.slowest_s = 0.0
+        self._threads = [threading.Thread(target=self._run, args=(index % 2 == 0,), daemon=True) for index in range(clients)]
+
+    def __enter__(self) -> Traffic:
+        for thread in self._threads:
+            thread.start()
+        until(lambda: len(self.answers) >= len(self._threads), "clients get answers", OVER_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(OVER_S)
+        assert not any(thread.is_alive() for thread in self._threads), "a request hangs"
+
+    def _run(self, streamed: bool) -> None:
+        while not self._stop.is_set():
+            began = time.monotonic()
+            try:
+                self.answers.append(self._streamed() if streamed else ask(self._stack))
+            except openai.APIError as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                time.sleep(0.1)
+            self.slowest_s = max(self.slowest_s, time.monotonic() - began)
+
+    def _streamed(self) -> str:
+        stream = self._stack.client().chat.completions.create(
+            model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64, stream=True
+        )
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+@pytest.fixture(scope="module")
+def answer(running: Stack) -> str:
+    """What the undisturbed stack says."""
+    text = ask(running)
+    assert "Paris" in text
+    return text
+
+
+def test_every_service_is_healthy(running: Stack) -> None:
+    """`up --wait` returned, and the engine says healthy of each."""
+    assert {name: running.health(name) for name in SERVICES} == dict.fromkeys(SERVICES, "healthy")
+
+
+def test_an_openai_client_is_served_through_the_published_port(running: Stack, answer: str) -> None:
+    """Streaming and not, the same answer; the expert records are shared with cpu_expert, which has computed some."""
+    stream = running.client().chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == answer
+    stats = json.loads(get(f"{running.api}/stats")[1])
+    assert stats["cpu_tier"]["picks"] > 0
+
+
+def test_containers_got_what_the_file_asks_for(running: Stack) -> None:
+    """Read-only, unprivileged, without capabilities, memory without swap, on the CPUs given, on one tmpfs."""
+    for name in SERVICES:
+        found = running.engine.inspect(running.container(name))
+        host: dict[str, Any] = found["HostConfig"]
+        assert host["ReadonlyRootfs"], name
+        assert host["Memory"] == host["MemorySwap"] > 0, name
+        assert not found.get("EffectiveCaps"), name
+    status = running.compose("exec", "-T", "gpu-worker-cpu", "python", "-c", "print(open('/proc/self/status').read())")
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert fields["Uid"].split()[0] == "10001"
+    assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0
+    assert fields["NoNewPrivs"].strip() == "1"
+    expert = running.compose("exec", "-T", "cpu-expert", "python", "-c", "import os; print(sorted(os.sched_getaffinity(0)))")
+    assert expert.strip() == f"[{running.env['EXPERT_CPUS']}]"
+    listings = [
+        running.compose("exec", "-T", name, "python", "-c", "import os; print(sorted(os.listdir('/dev/shm')), os.stat('/dev/shm').st_dev)")
+        for name in ("gpu-worker-cpu", "cpu-expert")
+    ]
+    assert listings[0] == listings[1]
+    assert "glm53-default-arena" in listings[0]
+
+
+def test_nothing_listens_beyond_this_machine(running: Stack) -> None:
+    """The published ports answer on 127.0.0.1 and nowhere else; the worker's are not published."""
+    for name in SERVICES:
+        ports = running.engine.inspect(running.container(name))["NetworkSettings"]["Ports"] or {}
+        addresses = {binding["HostIp"] for bindings in ports.values() for binding in bindings or []}
+        assert addresses <= {"127.0.0.1"}, name
+
+
+def test_prometheus_scrapes_every_target(running: Stack, answer: str) -> None:
+    """All targets are up, and the tokens that were just sampled are counted."""
+    assert answer
+    until(lambda: set(running.targets().values()) == {"up"}, f"all targets are up: {running.targets()}", 60)
+    assert {"gateway", "gpu-worker", "cpu-expert", "prometheus"} <= set(running.targets())
+    until(lambda: running.value("glm53_decode_tokens_total") > 0, "tokens are counted", 30)
+    until(lambda: running.value("glm53_cpu_expert_picks_total") > 0, "picks of cpu_expert are counted", 30)
+
+
+def test_cpu_expert_may_die_under_load(running: Stack, answer: str) -> None:
+    """No request fails and no token changes; the container is restarted and its lane comes back."""
+    restarts = running.restarts("cpu-expert")
+    with Traffic(running) as traffic:
+        running.crash("cpu-expert")
+        running.wait_recovered("cpu-expert", restarts)
+        until(lambda: json.loads(get(f"{running.api}/stats")[1])["cpu_tier"]["state"] == "ON", "the CPU lane is back", 60)
+    assert traffic.errors == []
+    assert set(traffic.answers) == {answer}
+    assert traffic.slowest_s < OVER_S
+
+
+def test_the_arena_outlives_the_worker(running: Stack, answer: str) -> None:
+    """The worker dies under load: open requests end with an error, none hangs; the next worker re-attaches the records."""
+    restarts = running.restarts("gpu-worker-cpu")
+    before = running.logs("gpu-worker-cpu").count("re-attached")
+    with Traffic(running) as traffic:
+        running.crash("gpu-worker-cpu")
+        running.wait_recovered("gpu-worker-cpu", restarts)
+        count = len(traffic.answers)
+        until(lambda: len(traffic.answers) > count + 1, "clients are served again", 60)
+    assert traffic.errors, "requests that were open when the worker died must have been told"
+    assert set(traffic.answers) <= {answer}
+    assert traffic.slowest_s < OVER_S
+    assert running.logs("gpu-worker-cpu").count("re-attached") > before
+
+
+def test_the_gateway_may_die(running: Stack, answer: str) -> None:
+    """Its connections break; it is restarted and serves; the worker has no stream left over."""
+    restarts = running.restarts("gateway")
+    with Traffic(running) as traffic:
+        running.crash("gateway")
+        running.wait_recovered("gateway", restarts)
+    assert traffic.errors
+    assert set(traffic.answers) <= {answer}
+    assert ask(running) == answer
+    engine = json.loads(get(f"{running.api}/stats")[1])["engine"]
+    assert engine["running_requests"] == 0
+
+
+def test_redis_may_die(running: Stack, answer: str) -> None:
+    """Nobody notices: limits are counted locally until it is back."""
+    restarts = running.restarts("redis")
+    with Traffic(running) as traffic:
+        running.crash("redis")
+        running.wait_recovered("redis", restarts)
+    assert traffic.errors == []
+    assert set(traffic.answers) == {answer}
+
+
+def test_prometheus_may_die(running: Stack, answer: str) -> None:
+    """It keeps what it has scraped and scrapes on."""
+    assert ask(running) == answer
+    restarts = running.restarts("prometheus")
+    running.crash("prometheus")
+    running.wait_recovered("prometheus", restarts)
+    until(lambda: set(running.targets().values()) == {"up"}, "all targets are up again", 60)
+
+
+def test_memory_stays_within_its_limits(running: Stack) -> None:
+    """After all that, no container was killed for its memory."""
+    for name in SERVICES:
+        assert not running.engine.inspect(running.container(name))["State"]["OOMKilled"], name
+
+
+def test_down_leaves_nothing(running: Stack) -> None:
+    """No container, network, volume or mount is left; stopping drains, so every service ends with code 0."""
+    running.compose("stop", timeout_s=120)
+    codes = {name: running.engine.inspect(running.container(name))["State"]["ExitCode"] for name in SERVICES}
+    assert codes == dict.fromkeys(SERVICES, 0)
+    running.down()
+    assert running.engine.podman("ps", "--all", "--quiet") == ""
+    assert running.engine.podman("volume", "ls", "--quiet") == ""
+    assert PROJECT not in running.engine.podman("network", "ls", "--format", "{{.Name}}")
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    assert not [mount for mount in mounts if mount.startswith(str(LAB / "storage" / "volumes"))]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("glm53-default")]

@@ -1,0 +1,126 @@
+"""The built images: who they run as, what is in them, and that the same input gives the same image."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.deploy import images
+from tests.deploy.engine import Engine
+from tests.deploy.test_files import requirements
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+# The shipped Debian alone has some 80 MB.
+LARGEST_MB = {"gateway": 320, "gpu-worker-cpu": 320, "cpu-expert": 280, "cli": 400}
+
+
+def inspect(engine: Engine, target: str) -> dict[str, Any]:
+    """What the engine knows of an image."""
+    return dict(json.loads(engine.podman("image", "inspect", images.image(target)))[0])
+
+
+def python(engine: Engine, target: str, code: str) -> str:
+    """Runs Python code in an image as it is meant to be run: read-only, without network and rights."""
+    hardening = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--network=none")
+    return engine.podman("run", "--rm", *hardening, "--entrypoint", "python", images.image(target), "-c", code)
+
+
+@pytest.mark.parametrize("target", images.TARGETS)
+def test_an_image_says_what_it_is(engine: Engine, built: dict[str, str], target: str) -> None:
+    """OCI labels with title, version, revision and licence."""
+    labels = inspect(engine, target)["Labels"]
+    found = {name.removeprefix("org.opencontainers.image."): value for name, value in labels.items()}
+    assert (found["version"], found["revision"], found["licenses"]) == (images.VERSION, images.REVISION, "MIT")
+    assert found["title"].startswith("glm53-offload")
+
+
+@pytest.mark.parametrize("target", images.TARGETS)
+def test_an_image_runs_as_nobody_special_and_checks_its_health_without_a_shell(engine: Engine, built: dict[str, str], target: str) -> None:
+    """User 10001; entry point and health check are programs with arguments."""
+    config = inspect(engine, target)["Config"]
+    assert config["User"] == "10001:10001"
+    assert config["Entrypoint"][0] == "python"
+    check = inspect(engine, target).get("HealthCheck") or config.get("Healthcheck") or {"Test": ["NONE"]}
+    assert check["Test"][0] == ("NONE" if target == "cli" else "CMD")
+
+
+@pytest.mark.parametrize("target", images.TARGETS)
+def test_an_image_has_its_packages_and_no_tools(engine: Engine, built: dict[str, str], target: str) -> None:
+    """Exactly the pinned packages; no pip, no compiler; compiled ahead; no file of ours that its user could change."""
+    code = (
+        "import importlib.metadata as m, json, os, pathlib, shutil;"
+        "files = [p for p in pathlib.Path('/app').rglob('*') if p.is_file()];"
+        "print(json.dumps({'packages': sorted(d.metadata['Name'].lower().replace('_', '-').replace('.', '-') for d in m.distributions()),"
+        "'tools': [t for t in ('gcc', 'g++', 'cc', 'pip', 'pip3', 'cmake', 'git', 'curl') if shutil.which(t)],"
+        "'writable': [str(p) for p in files if os.access(p, os.W_OK)],"
+        "'uncompiled': [str(p) for p in files if p.suffix == '.py' and not list((p.parent / '__pycache__').glob(p.stem + '.*.pyc'))]}))"
+    )
+    found = json.loads(python(engine, target, code))
+    assert found == {"packages": sorted(requirements(target)), "tools": [], "writable": [], "uncompiled": []}
+
+
+@pytest.mark.parametrize("target", images.TARGETS)
+def test_the_bill_of_materials_is_what_is_there(engine: Engine, built: dict[str, str], target: str) -> None:
+    """CycloneDX, with every Python package and every Debian package that the image has."""
+    code = (
+        "import json, subprocess;"
+        "bom = json.load(open('/usr/share/glm53/sbom.cdx.json'));"
+        "debian = subprocess.run(['dpkg-query', '-W', '-f=${Package}\\n'], capture_output=True, text=True, check=True).stdout.split();"
+        "print(json.dumps([bom, debian]))"
+    )
+    bom, debian = json.loads(python(engine, target, code))
+    assert (bom["bomFormat"], bom["specVersion"]) == ("CycloneDX", "1.6")
+    kinds: dict[str, list[str]] = {"deb": [], "pypi": []}
+    for component in bom["components"]:
+        kinds[component["purl"].removeprefix("pkg:").partition("/")[0]].append(component["name"])
+    assert sorted(kinds["deb"]) == sorted(debian)
+    assert sorted(name.lower().replace("_", "-").replace(".", "-") for name in kinds["pypi"]) == sorted(requirements(target))
+    versions = {component["name"].lower().replace("_", "-"): component["version"] for component in bom["components"]}
+    assert versions["pydantic"] == requirements(target)["pydantic"]
+
+
+def test_each_image_has_only_its_own_code(engine: Engine, built: dict[str, str]) -> None:
+    """The gateway has no kernels, cpu_expert no gRPC, and nobody torch."""
+    code = "import importlib.util as u; print([n for n in ('torch', 'kernels', 'grpc', 'cli', 'services.{}') if u.find_spec(n)])"
+    assert python(engine, "gateway", code.format("gpu_worker")).strip() == "['grpc']"
+    assert python(engine, "cpu-expert", code.format("gateway")).strip() == "['kernels']"
+    assert python(engine, "gpu-worker-cpu", code.format("gateway")).strip() == "['kernels', 'grpc']"
+
+
+@pytest.mark.parametrize("target", images.TARGETS)
+def test_images_stay_small(engine: Engine, built: dict[str, str], target: str) -> None:
+    """A package that doubles an image does not come in unnoticed."""
+    size_mb = inspect(engine, target)["Size"] / 1e6
+    assert size_mb < LARGEST_MB[target]
+
+
+def test_the_command_line_image_runs(engine: Engine, built: dict[str, str]) -> None:
+    """`glm53` answers, and makes the hash of a key."""
+    assert "serve" in engine.podman("run", "--rm", "--read-only", "--network=none", images.image("cli"))
+    key = "sk-" + "x" * 40
+    said = engine.podman("run", "--rm", "--interactive", "--network=none", images.image("cli"), "keys", "hash", text=key + "\n")
+    assert len(said.strip()) == 64
+
+
+def test_a_wrong_setting_ends_a_container_with_its_name(engine: Engine, built: dict[str, str]) -> None:
+    """Exit code 78 and the name of the closest setting, before anything is loaded."""
+    code = (
+        "import os, subprocess, sys;"
+        "r = subprocess.run([sys.executable, '-m', 'services.gpu_worker'], capture_output=True, text=True,"
+        "env={**os.environ, 'GLM53_MODEL_DIRS': '/x'}); print(r.returncode, r.stderr + r.stdout)"
+    )
+    said = python(engine, "gpu-worker-cpu", code)
+    assert said.startswith("78 ")
+    assert "GLM53_MODEL_DIR" in said
+
+
+def test_the_same_input_gives_the_same_image(engine: Engine, built: dict[str, str]) -> None:
+    """Packages, generated stubs, bytecode and bill of materials of the gateway, made twice, are equal to the last bit."""
+    first = inspect(engine, "gateway")
+    # A comment in front changes nothing that is built, but no layer after it can come from the cache.
+    again = images.build(engine, "gateway", "--no-cache", tag="localhost/glm53/gateway:again")
+    second = json.loads(engine.podman("image", "inspect", again))[0]
+    assert second["RootFS"]["Layers"] == first["RootFS"]["Layers"]
+    assert second["Id"] == first["Id"]
