@@ -57,27 +57,42 @@ Choice requested_choice(uint32_t variant) {
   return same_for_all(variant, variant_ops(variant), false, "requested; self-test: same bits as scalar, " + times_of(test));
 }
 
+/* "1-3 rows: avx512vbmi with 12 us at 1 (avx2 20, avx512bw 15)": the numbers of rows from `first` to `last` go to one variant. */
+std::string describe_rows(uint32_t first, uint32_t last, uint32_t best, uint32_t eligible, const double (*us)[MOE_MAX_ROWS + 1]) {
+  char text[96];
+  snprintf(text, sizeof text, last > first ? "%u-%u rows: " : "%u rows: ", first, last);
+  std::string all = text;
+  snprintf(text, sizeof text, "%s with %.0f us at %u (", kNames[best], us[best][first], first);
+  all += text;
+  const char* between = "";
+  for (uint32_t v = MOE_VARIANT_AVX2; v < kNumVariants; ++v) {
+    if (v == best || !(eligible >> v & 1u)) continue;
+    snprintf(text, sizeof text, "%s%s %.0f", between, kNames[v], us[v][first]);
+    all += text;
+    between = ", ";
+  }
+  return all + ")";
+}
+
 /* Takes the variant with the least time for each number of rows. */
 Choice fastest(uint32_t eligible, const double (*us)[MOE_MAX_ROWS + 1], const std::string& start) {
   Choice choice = {MOE_VARIANT_SCALAR, {}, true, start};
+  uint32_t taken[MOE_MAX_ROWS + 2] = {};
   for (uint32_t rows = 1; rows <= MOE_MAX_ROWS; ++rows) {
-    uint32_t best = MOE_VARIANT_SCALAR;
+    taken[rows] = MOE_VARIANT_SCALAR;
     for (uint32_t v = MOE_VARIANT_AVX2; v < kNumVariants; ++v) {
-      if ((eligible >> v & 1u) && us[v][rows] < us[best][rows]) best = v;
+      if ((eligible >> v & 1u) && us[v][rows] < us[taken[rows]][rows]) taken[rows] = v;
     }
-    choice.ops[rows] = variant_ops(best);
-    if (rows == 1) choice.variant = best;
-    if (rows != 1 && rows != 4 && rows != MOE_MAX_ROWS) continue;
-    char text[64];
-    snprintf(text, sizeof text, "%s%u rows: %s", rows == 1 ? "" : ", ", rows, kNames[best]);
-    choice.reason += text;
-    for (uint32_t v = MOE_VARIANT_AVX2; v < kNumVariants; ++v) {
-      if (!(eligible >> v & 1u)) continue;
-      snprintf(text, sizeof text, " %s %.0f us", v == best ? "with" : "against", us[v][rows]);
-      choice.reason += text;
-    }
+    choice.ops[rows] = variant_ops(taken[rows]);
   }
   choice.ops[0] = choice.ops[1];
+  choice.variant = taken[1];
+  for (uint32_t first = 1; first <= MOE_MAX_ROWS;) {
+    uint32_t last = first;
+    while (last < MOE_MAX_ROWS && taken[last + 1] == taken[first]) ++last;
+    choice.reason += (first > 1 ? ", " : "") + describe_rows(first, last, taken[first], eligible, us);
+    first = last + 1;
+  }
   return choice;
 }
 

@@ -40,14 +40,22 @@ def _signatures() -> ctypes.CDLL:
 def trellis_dims(trellis: npt.NDArray[np.generic]) -> tuple[int, int, int]:
     """(in_features, out_features, bits per weight) of a trellis of shape [in/16, out/16, 16 * K].
 
-    Raises ValueError for another rank or a last dimension that is no multiple of 16 in 16..128 (K = 1..8).
+    Raises ValueError for another rank, for a half-integer K (last dimension 16 * K with K = 1.5, 2.5, ...), and for a last dimension
+    that is no multiple of 16 in 16..128 (K = 1..8).
     """
     if trellis.ndim != 3:
         raise ValueError(f"trellis: expected [in/16, out/16, 16*K], got shape {trellis.shape}")
     tiles_in, tiles_out, halfwords = trellis.shape
+    if halfwords % 16 == 8:
+        raise ValueError(half_integer("trellis", halfwords / 16))
     if halfwords % 16 != 0 or not 16 <= halfwords <= 128:
         raise ValueError(f"trellis: last dimension {halfwords} is not 16*K with K = 1..8 (shape {trellis.shape})")
     return tiles_in * 16, tiles_out * 16, halfwords // 16
+
+
+def half_integer(name: str, bits: float) -> str:
+    """Why a matrix with K = 1.5, 2.5, ... is refused. Its tiles alternate between two numbers of bits, which no kernel here decodes."""
+    return f"{name} = {bits:g} bits per weight: half-integer K is not supported, convert with a whole number (1..8)"
 
 
 def decode(trellis: npt.NDArray[np.generic], codebook: Codebook) -> FloatArray:

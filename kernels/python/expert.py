@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.python import lib
-from kernels.python.exl3 import Codebook
+from kernels.python.exl3 import Codebook, half_integer
 
 ABSENT = 0xFFFFFFFF
 MAX_ROWS = 8
@@ -91,7 +91,7 @@ class ExpertShape(ctypes.Structure):
         cls,
         hidden: int,
         inter: int,
-        bits: int | tuple[int, int, int] = 3,
+        bits: float | tuple[float, float, float] = 3,
         *,
         codebook: Codebook = Codebook.MUL1,
         activation: Activation = Activation.SILU,
@@ -101,10 +101,10 @@ class ExpertShape(ctypes.Structure):
     ) -> ExpertShape:
         """Lays out a record: trellis parts, then scales, then biases.
 
-        bits: bits per weight, one number or (gate, up, down). act_limit: 0 means no clamp.
+        bits: bits per weight, one whole number or (gate, up, down). act_limit: 0 means no clamp.
         Raises ValueError naming the value that is not supported.
         """
-        k_gate, k_up, k_down = (bits, bits, bits) if isinstance(bits, int) else bits
+        k_gate, k_up, k_down = (whole_bits(name, k) for name, k in _by_matrix(bits).items())
         for name, value in (("hidden", hidden), ("inter", inter), ("k_gate", k_gate), ("k_up", k_up), ("k_down", k_down)):
             if not 0 <= value < 1 << 32:
                 raise ValueError(f"{name} = {value} is not supported")
@@ -170,6 +170,8 @@ class ExpertShape(ctypes.Structure):
             tensor = tensors[name]
             if part.dtype == np.uint16 and tensor.dtype == np.int16:
                 tensor = tensor.view(np.uint16)
+            if name.endswith("trellis") and tensor.ndim == 3 and tensor.shape[2] % 16 == 8:
+                raise ValueError(half_integer(name, tensor.shape[2] / 16))
             if tensor.dtype != part.dtype or tensor.shape != part.shape:
                 raise ValueError(f"{name}: expected {part.dtype} {list(part.shape)}, got {tensor.dtype} {list(tensor.shape)}")
             self.view(filled, name)[...] = tensor
@@ -293,6 +295,20 @@ class ExpertPool:
         if self._handle is None:
             raise ValueError("the pool is closed")
         return self._handle
+
+
+def whole_bits(name: str, bits: float) -> int:
+    """`bits` as an integer. Raises ValueError naming the field and the number, and a half-integer K by its name."""
+    if bits == int(bits):
+        return int(bits)
+    if 2 * bits == int(2 * bits):
+        raise ValueError(half_integer(name, bits))
+    raise ValueError(f"{name} = {bits:g} bits per weight is not supported (1..8)")
+
+
+def _by_matrix(bits: float | tuple[float, float, float]) -> dict[str, float]:
+    each = bits if isinstance(bits, tuple) else (bits, bits, bits)
+    return dict(zip(("k_gate", "k_up", "k_down"), each, strict=True))
 
 
 def variants() -> list[str]:

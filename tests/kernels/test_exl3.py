@@ -114,7 +114,13 @@ def test_decode_takes_signed_halfwords() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((4, 4), "expected"), ((1, 1, 40), "last dimension 40"), ((1, 1, 0), "last dimension 0"), ((1, 1, 144), "last dimension 144")],
+    [
+        ((4, 4), "expected"),
+        ((1, 1, 42), "last dimension 42"),
+        ((1, 1, 40), "2.5 bits per weight: half-integer"),
+        ((1, 1, 0), "last dimension 0"),
+        ((1, 1, 144), "last dimension 144"),
+    ],
 )
 def test_decode_refuses_a_wrong_trellis(shape: tuple[int, ...], message: str) -> None:
     """A rank or a last dimension that is no 16 * K with K = 1..8 is refused with the shape in the message."""

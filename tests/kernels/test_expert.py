@@ -216,6 +216,9 @@ def test_record_layout_of_the_real_model() -> None:
         ((128, 128, 0), {}, "k_gate = 0"),
         ((128, 128, (3, 9, 3)), {}, "k_up = 9"),
         ((128, 128, (3, 3, 300)), {}, "300"),
+        ((128, 128, 2.5), {}, r"k_gate = 2\.5 bits per weight: half-integer K is not supported"),
+        ((128, 128, (3, 3, 1.5)), {}, r"k_down = 1\.5 bits per weight: half-integer"),
+        ((128, 128, (3, 2.75, 3)), {}, r"k_up = 2\.75 bits per weight is not supported"),
         ((128, 128), {"codebook": 3}, "codebook 3"),
         ((128, 128), {"activation": 4}, "activation 4"),
         ((128, 128), {"act_limit": -1.0}, "act_limit"),
@@ -242,6 +245,7 @@ def test_a_record_takes_exactly_its_tensors() -> None:
         ({**tensors, "up_bias": tensors["up_svh"]}, "up_bias: the record has no such part"),
         ({**tensors, "gate_suh": tensors["gate_svh"]}, r"gate_suh: expected float16 \[256\], got float16 \[128\]"),
         ({**tensors, "down_svh": tensors["down_svh"].astype(np.float32)}, "down_svh: expected float16"),
+        ({**tensors, "up_trellis": np.zeros((16, 8, 56), np.uint16)}, r"up_trellis = 3\.5 bits per weight: half-integer K"),
     ]
     for bad, message in wrong:
         with pytest.raises(ValueError, match=message):
