@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,19 @@ def library(version: str, folder: pathlib.Path) -> pathlib.Path:
 class StockKernel:
     """One version at one tier, with its copy of the records in the layout that the tier wants."""
 
-    def __init__(self, path: pathlib.Path, version: str, tier: str, shape: ExpertShape, records: npt.NDArray[np.uint8]) -> None:
-        """records: uint8 [experts, record_bytes], native. Raises ValueError when the host's best tier is below `tier`."""
+    def __init__(
+        self,
+        path: pathlib.Path,
+        version: str,
+        tier: str,
+        shape: ExpertShape,
+        records: npt.NDArray[np.uint8],
+        layouts: dict[str, npt.NDArray[np.uint8]],
+    ) -> None:
+        """records: uint8 [experts, record_bytes], native. layouts: repacked copies that several kernels share; filled here.
+
+        Raises ValueError when the host's best tier is below `tier`.
+        """
         self.name = f"stock {version} {tier}"
         copy = path.with_name(f"{path.stem}-{tier}-{os.getpid()}.so")
         shutil.copyfile(path, copy)
@@ -77,7 +88,9 @@ class StockKernel:
         if found != tier:
             raise ValueError(f"{self.name}: the host's best tier is {found}")
         layout = {"avx2": "planar pairs" if version >= "1.6" else "native", "scalar": "native"}.get(tier, "bands")
-        self._records = records if layout == "native" else repacked(shape, records, layout)
+        if layout != "native" and layout not in layouts:
+            layouts[layout] = repacked(shape, records, layout)
+        self._records = records if layout == "native" else layouts[layout]
         offsets = np.array([getattr(shape, name) for name in _OFFSETS], np.int64)
         self._handle = self._library.stock_make_layer(
             self._records.ctypes.data, shape.record_bytes, len(records), shape.hidden, shape.inter, shape.k_up, offsets.ctypes.data,
@@ -86,14 +99,14 @@ class StockKernel:
         if self._handle < 0:
             raise ValueError(f"{self.name}: {self._library.stock_error().decode()}")
 
-    def prepare(self, expert: int, x: npt.NDArray[np.float16], out: npt.NDArray[np.float32], threads: int) -> Call:
-        """A call that evaluates one expert for all rows of x with weight 1: out fp32 [rows, hidden]."""
-        rows = x.shape[0]
-        sel, weights = np.full((rows, 1), expert, np.int32), np.ones((rows, 1), np.float16)
+    def prepare(self, experts: Sequence[int], x: npt.NDArray[np.float16], out: npt.NDArray[np.float32], threads: int) -> Call:
+        """A call that evaluates some experts for all rows of x, each with weight 1: out fp32 [rows, hidden] is their sum."""
+        rows, top_k = x.shape[0], len(experts)
+        sel, weights = np.tile(np.array(experts, np.int32), (rows, 1)), np.ones((rows, top_k), np.float16)
 
         def call() -> None:
             pointers = (x.ctypes.data, sel.ctypes.data, weights.ctypes.data, out.ctypes.data)
-            if self._library.stock_forward(self._handle, *pointers, rows, 1, threads) != 0:
+            if self._library.stock_forward(self._handle, *pointers, rows, top_k, threads) != 0:
                 raise ValueError(f"{self.name}: {self._library.stock_error().decode()}")
 
         return call
