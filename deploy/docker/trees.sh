@@ -3,12 +3,13 @@
 set -eu
 out=$1
 shift
+own="services/__init__.py cli/__init__.py cli/doctor"
 
 for image; do
   case $image in
-    gateway) paths="services/__init__.py services/common services/gateway" ;;
-    gpu-worker) paths="services/__init__.py services/common services/gpu_worker kernels models" ;;
-    cpu-expert) paths="services/__init__.py services/common services/cpu_expert kernels" ;;
+    gateway) paths="$own services/common services/gateway" ;;
+    gpu-worker) paths="$own services/common services/gpu_worker kernels models" ;;
+    cpu-expert) paths="$own services/common services/cpu_expert kernels" ;;
     cli) paths="services kernels models cli" ;;
     *) echo "no image is called $image" >&2; exit 1 ;;
   esac

@@ -34,9 +34,9 @@ MODULES = {
 }
 # What each image's own code is.
 CODE = {
-    "gateway": ("services/common", "services/gateway"),
-    "gpu-worker-cpu": ("services/common", "services/gpu_worker", "kernels/python"),
-    "cpu-expert": ("services/common", "services/cpu_expert", "kernels/python"),
+    "gateway": ("services/common", "services/gateway", "cli/doctor"),
+    "gpu-worker-cpu": ("services/common", "services/gpu_worker", "kernels/python", "cli/doctor"),
+    "cpu-expert": ("services/common", "services/cpu_expert", "kernels/python", "cli/doctor"),
     "cli": ("services", "kernels/python", "cli"),
 }
 # Imported where a GPU backend is chosen, and nowhere else.
