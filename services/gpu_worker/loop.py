@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 # After so many failed passes in a row the backend counts as lost: a restart helps more than failing every request.
 MAX_FAILURES_IN_A_ROW = 3
 IDLE_WAIT_S = 1.0
+# How often a busy loop looks for readers that stopped reading, and shows its state to scrapers.
+HOUSEKEEPING_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class EngineLoop:
         self._decoding: list[Request] = []
         self._prefixes = PrefixCache(limits.prefix_cache_bytes)
         self._failures_in_a_row = 0
+        self._num_cancelled = 0  # live requests that were cancelled and not yet ended
+        self._tidied_at = 0.0
         self._stopping = False
         self._draining = False
         self.steps = 0
@@ -108,6 +112,7 @@ class EngineLoop:
             request = self._live.get(request_id)
             if request is None:
                 return False
+            self._num_cancelled += not request.cancelled
             request.cancelled = True
             self._lock.notify()
             return True
@@ -172,43 +177,55 @@ class EngineLoop:
     def step(self) -> bool:
         """Receive, schedule, forward, emit. False when there was nothing to do."""
         self.steps += 1
+        tidy = self._clock() - self._tidied_at >= HOUSEKEEPING_S
         self._receive()
+        if tidy:
+            self._end_stalled()
         self._admit()
         worked = self._prefill_one_chunk()
         worked = self._decode_all() or worked
         if not worked and not self._live:
             self.backend.check_idle()
-        self._update_gauges()
+        if tidy or not worked:
+            self._update_gauges()
         return worked
 
     def _wait_for_work(self) -> None:
         with self._lock:
-            if not self._stopping and not any(request.cancelled for request in self._live.values()):
+            if not self._stopping and not self._num_cancelled:
                 ready = self.has_work and (self._queue or self.num_running)
                 if not ready:
                     self._lock.wait(IDLE_WAIT_S)
 
     def _receive(self) -> None:
-        """Acts on cancellations, on requests that waited too long and on readers that stopped reading."""
+        """Acts on cancellations, and on requests that waited too long."""
+        if not self._num_cancelled and not self._queue:
+            return
         now = self._clock()
         with self._lock:
             cancelled = [request for request in self._live.values() if request.cancelled]
+            self._num_cancelled = 0
             for request in cancelled:
                 self._queue.remove(request)
             expired = self._queue.expired(now)
-            stalled = [r for r in self._live.values() if r.sink.stalled_s(now) > self._limits.slow_reader_s and not r.cancelled]
         for request in cancelled:
             self._end(request, RequestState.CANCELLED)
         for request in expired:
             waited = f"waited {now - request.times.submitted:.1f} s in the queue, longer than its {request.spec.queue_timeout_s:g} s"
             self._fail(request, DeadlineExceeded(f"the request {waited}", retry_after_s=5.0))
+
+    def _end_stalled(self) -> None:
+        """Ends requests whose readers stopped reading."""
+        now = self._tidied_at = self._clock()
+        with self._lock:
+            stalled = [r for r in self._live.values() if r.sink.stalled_s(now) > self._limits.slow_reader_s and not r.cancelled]
         for request in stalled:
             self.metrics.slow_readers.inc()
             self._fail(request, DeadlineExceeded(f"the reader took no event for {self._limits.slow_reader_s:g} s"))
 
     def _admit(self) -> None:
         """Takes requests from the queue while streams are free."""
-        while self.backend.streams_free > 0:
+        while self._queue and self.backend.streams_free > 0:
             now = self._clock()
             with self._lock:
                 request = self._queue.pop(now)
@@ -270,7 +287,7 @@ class EngineLoop:
             return True
         request.advance(RequestState.DECODE)
         self._decoding.append(request)
-        self._emit(request, logits[-1:])
+        self._emit(request, logits[-1])
         return True
 
     def _decode_all(self) -> bool:
@@ -283,7 +300,7 @@ class EngineLoop:
         if logits is None:
             return True
         for i, request in enumerate(batch):
-            self._emit(request, logits[i : i + 1])
+            self._emit(request, logits[i])
         self.metrics.decode_steps.inc()
         return True
 
@@ -305,9 +322,9 @@ class EngineLoop:
         return logits
 
     def _emit(self, request: Request, row: Logits) -> None:
-        """Samples from a row of logits and sends what may go out."""
+        """Samples from a row of logits [vocab] and sends what may go out."""
         try:
-            events, ending = self._generations[request.spec.request_id].advance(row[0])
+            events, ending = self._generations[request.spec.request_id].advance(row)
         except Glm53Error as error:
             # A grammar that outgrows its limits, or logits that are no numbers: it ends this request, and nobody else's.
             if isinstance(error, EngineFailed):

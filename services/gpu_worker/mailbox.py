@@ -6,7 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from services.gpu_worker.request import Event
+from services.gpu_worker.request import Event, Failed, Finished
+
+# Tokens of one stream may wait so long for the next ones, to go out in one message: a message costs a reader more than a token does.
+HOLD_S = 0.005
 
 
 class Mailbox:
@@ -14,9 +17,12 @@ class Mailbox:
 
     The engine stops computing for a request whose mailbox is full, so that a slow reader costs neither memory nor other people's time.
 
+    A reader that says that it rests is left alone until the oldest event would have waited for `HOLD_S` when the next one came, until the
+    mailbox is full, or until the last event. It must look by itself when the oldest event gets that old: the next one may never come.
+
     Args:
         limit: events that may wait before the mailbox counts as full.
-        notify: called from the engine's thread when something came into the empty mailbox.
+        notify: called from the engine's thread when the reader has something to take.
         on_space: called from the reader's thread when a full mailbox was emptied.
         clock: monotonic seconds.
     """
@@ -33,6 +39,8 @@ class Mailbox:
         self._on_space = on_space
         self._clock = clock
         self._events: deque[tuple[float, Event]] = deque()  # append and popleft are atomic
+        self._newest_at = 0.0
+        self.resting = False  # written by the reader
 
     @property
     def full(self) -> bool:
@@ -41,17 +49,29 @@ class Mailbox:
 
     def put(self, event: Event) -> None:
         """Adds an event. Terminal and admission events come also into a full mailbox: their number is bounded by nature."""
-        self._events.append((self._clock(), event))
+        now = self._clock()
+        gap, self._newest_at = now - self._newest_at, now
+        self._events.append((now, event))
         # Looking after adding: whoever emptied the mailbox before this line was told, or has taken this event too.
-        if len(self._events) == 1:
+        if self.resting:
+            last = isinstance(event, Finished | Failed)
+            if last or self.full or self.stalled_s(now) + gap > HOLD_S:
+                self._notify()
+        elif len(self._events) == 1:
             self._notify()
 
     def stalled_s(self, now: float) -> float:
         """Seconds since the oldest waiting event was put; 0 when none waits."""
+        oldest = self.oldest_at
+        return 0.0 if oldest is None else max(0.0, now - oldest)
+
+    @property
+    def oldest_at(self) -> float | None:
+        """When the oldest waiting event was put; None when none waits."""
         try:
-            return max(0.0, now - self._events[0][0])
+            return self._events[0][0]
         except IndexError:
-            return 0.0
+            return None
 
     def take(self) -> list[Event]:
         """Everything that waits, oldest first."""

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from services.gpu_worker.detok import TokenTable
-from services.gpu_worker.request import FinishReason, OutToken, SamplingParams
+from services.gpu_worker.request import FinishReason, OutToken, RankedToken, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class OutputStream:
         self._num_tokens = 0
         self._matcher = StopMatcher(params.stop, keep_stop=params.include_stop_str_in_output) if params.stop else None
 
-    def push(self, token_id: int, **details: object) -> tuple[list[OutToken], Ending | None]:
+    def push(self, token_id: int, logprob: float | None = None, top: tuple[RankedToken, ...] = ()) -> tuple[list[OutToken], Ending | None]:
         """One sampled token.
 
         Args:
             token_id: the token.
-            details: `logprob` and `top` of OutToken.
+            logprob, top: as in OutToken.
 
         Returns:
             tokens that may go out now, and the ending if this token ended the output.
@@ -51,9 +51,9 @@ class OutputStream:
         special = token_id in self._tokens.added
         if token_id in self._end_ids:
             # Its bytes are no part of the text, whatever was asked for stop strings.
-            token = replace(OutToken(token_id, b"", special), **details)  # type: ignore[arg-type]
+            token = OutToken(token_id, b"", special, logprob, top)
             return [*self.flush(), token], Ending(FinishReason.STOP, stop_token_id=token_id)
-        token = replace(OutToken(token_id, self._tokens.pieces[token_id], special), **details)  # type: ignore[arg-type]
+        token = OutToken(token_id, self._tokens.pieces[token_id], special, logprob, top)
         out = [token]
         if self._matcher is not None and self._num_tokens > self._params.min_tokens:
             out, stop = self._matcher.push(token)

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +26,7 @@ from services.gpu_worker import convert
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import GrammarCompiler
 from services.gpu_worker.loop import EngineLoop
-from services.gpu_worker.mailbox import Mailbox
+from services.gpu_worker.reader import EventReader
 from services.gpu_worker.request import Event, Failed, Finished, OutToken, PrefillProgress, Request, RequestSpec
 from services.gpu_worker.stats import StatsReport
 from services.gpu_worker.status import ModelFacts, WorkerStatus
@@ -122,15 +122,13 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         Raises:
             Glm53Error: the request could not be served.
         """
-        engine, loop, wake = serving.engine, asyncio.get_running_loop(), asyncio.Event()
-        mailbox = Mailbox(self._buffer_events, notify=lambda: _wake(loop, wake), on_space=engine.wake)
-        live = Request(spec, mailbox)
+        engine = serving.engine
+        reader = EventReader(self._buffer_events, engine.wake)
+        live = Request(spec, reader.mailbox)
         engine.submit(live)
         try:
             while True:
-                await wake.wait()
-                wake.clear()
-                for event in convert.merged(mailbox.take()):
+                for event in convert.merged(await reader.take()):
                     if isinstance(event, Failed):
                         raise event.error
                     yield event
@@ -171,13 +169,6 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
             slots_checked=report.slots_checked,
             slots_bad=report.slots_bad,
         )
-
-
-def _wake(loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:
-    """From the engine's thread: a reader's event loop has something to take."""
-    # A loop that closed meanwhile has no reader left, and a request without reader is cancelled by its own handler.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(wake.set)
 
 
 def _fill_info(answer: pb.InfoResponse, facts: ModelFacts) -> None:
@@ -243,23 +234,66 @@ def _stream(method: Callable[..., AsyncIterator[Any]], slow_reader_s: float) -> 
     async def call(request: Any, context: Any) -> None:
         # Leaving by whatever way must end the generator at once: its finally is what cancels the request.
         events = method(request, context)
+        writer = _Writer(context, slow_reader_s)
         try:
             async for event in events:
-                await _write(context, event, slow_reader_s)
+                await writer.write(event)
+        except asyncio.CancelledError:
+            if not writer.gave_up:
+                raise
+            await _abort(context, DeadlineExceeded(f"the reader took no event for {slow_reader_s:g} s"))
         except Exception as error:  # noqa: BLE001 - the boundary: everything becomes a status
             await _abort(context, error)
         finally:
+            writer.close()
             await events.aclose()  # type: ignore[attr-defined]
 
     return call
 
 
-async def _write(context: Any, event: Any, slow_reader_s: float) -> None:
-    try:
-        async with asyncio.timeout(slow_reader_s):
-            await context.write(event)
-    except TimeoutError:
-        raise DeadlineExceeded(f"the reader took no event for {slow_reader_s:g} s") from None
+class _Writer:
+    """Writes events, and cancels its task when the connection does not take one in time. One timer serves all writes of a stream.
+
+    Args:
+        context: the call's.
+        limit_s: how long one write may take.
+    """
+
+    def __init__(self, context: Any, limit_s: float) -> None:
+        self._context = context
+        self._limit_s = limit_s
+        self._task = asyncio.current_task()
+        self._began: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.gave_up = False
+
+    async def write(self, event: Any) -> None:
+        """Sends one event; returns when the connection has taken it."""
+        self._began = time.monotonic()
+        if self._timer is None:
+            self._look_in(self._limit_s)
+        await self._context.write(event)
+        self._began = None
+
+    def close(self) -> None:
+        """The stream is over."""
+        self._began = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_in(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._began is None or self._task is None:
+            return
+        left = self._began + self._limit_s - time.monotonic()
+        if left > 0:
+            self._look_in(left)
+            return
+        self.gave_up = True
+        self._task.cancel()
 
 
 async def _abort(context: Any, error: Exception) -> None:

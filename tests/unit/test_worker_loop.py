@@ -340,9 +340,11 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
     _, reader = bench.submit("r", max_tokens=100)
     bench.loop.step()
     reader.full, reader.stalled = True, 29.0
+    bench.now += 29.0
     bench.loop.step()
     assert bench.backend.open
     reader.stalled = 31.0
+    bench.now += 2.0
     bench.loop.step()
     assert isinstance(reader.end, Failed)
     assert isinstance(reader.end.error, errors.DeadlineExceeded)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 
 import pytest
 
-from services.gpu_worker.mailbox import Mailbox
+from services.common.errors import EngineFailed
+from services.gpu_worker.mailbox import HOLD_S, Mailbox
+from services.gpu_worker.reader import EventReader
 from services.gpu_worker.request import (
     ALLOWED,
     TERMINAL,
     Admitted,
     Event,
+    Failed,
     Request,
     RequestSpec,
     RequestState,
     SamplingParams,
+    Tokens,
 )
 
 
@@ -92,3 +97,73 @@ def test_mailbox_loses_no_wake_up() -> None:
         box.put(Admitted(0.0, 0))
     reader.join(30)
     assert taken == total
+
+
+def test_a_resting_reader_is_told_before_an_event_is_too_old() -> None:
+    """Events of a fast stream are held back together, none of them for longer than HOLD_S; the last event is not held back at all."""
+    woken, now = [], [0.0]
+    box = Mailbox(100, lambda: woken.append(now[0]), lambda: None, clock=lambda: now[0])
+    gap = 0.3 * HOLD_S
+
+    def put(event: Event) -> None:
+        now[0] += gap
+        box.put(event)
+
+    put(Tokens(()))
+    assert len(woken) == 1
+    box.take()
+    box.resting = True
+    for _ in range(3):
+        put(Tokens(()))
+    assert len(woken) == 1
+    assert box.oldest_at == pytest.approx(2 * gap)
+    put(Tokens(()))
+    assert len(woken) == 2  # the next one would come when the oldest is 1.2 HOLD_S old
+    assert len(box.take()) == 4
+    put(Failed(EngineFailed("gone")))
+    assert len(woken) == 3
+
+
+def test_a_resting_reader_is_told_of_a_full_mailbox() -> None:
+    """The engine waits for it."""
+    woken = []
+    box = Mailbox(2, lambda: woken.append(1), lambda: None, clock=lambda: 0.0)
+    box.resting = True
+    box.put(Tokens(()))
+    assert not woken
+    box.put(Tokens(()))
+    assert woken
+
+
+async def _spaced(mailbox: Mailbox, gaps: list[float]) -> None:
+    for gap in gaps:
+        await asyncio.sleep(gap)
+        mailbox.put(Tokens(()))
+
+
+async def test_a_fast_stream_is_read_a_few_tokens_at_a_time_and_a_slow_one_at_once() -> None:
+    """The first token goes out alone; tokens 1 ms apart come together; tokens 30 ms apart come one by one."""
+    reader = EventReader(100, lambda: None)
+    fast = asyncio.create_task(_spaced(reader.mailbox, [0.001] * 40))
+    sizes = []
+    while sum(sizes) < 40:
+        sizes.append(len(await reader.take()))
+    await fast
+    assert sizes[0] == 1
+    assert len(sizes) <= 25
+    slow = asyncio.create_task(_spaced(reader.mailbox, [0.03] * 5))
+    began = asyncio.get_running_loop().time()
+    assert [len(await reader.take()) for _ in range(5)] == [1] * 5
+    assert asyncio.get_running_loop().time() - began < 1
+    await slow
+
+
+async def test_the_last_event_ends_a_rest() -> None:
+    """Whoever waits for the end of a fast stream does not wait for more tokens."""
+    reader = EventReader(100, lambda: None)
+    for _ in range(2):
+        reader.mailbox.put(Tokens(()))
+        await reader.take()
+    assert reader.mailbox.resting
+    reader.mailbox.put(Failed(EngineFailed("gone")))
+    assert isinstance((await reader.take())[0], Failed)

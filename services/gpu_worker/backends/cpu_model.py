@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kernels.python import text_ops, text_pass
 from kernels.python.text_pass import Op, TextPass
-from services.gpu_worker.backends.cpu_state import StreamState, layer_pointers
+from services.gpu_worker.backends.cpu_state import StreamState
 from services.gpu_worker.backends.cpu_weights import KdaLayer, Layer, MlaLayer, Mlp, Moe, Packed, TextWeights
 
 Array = NDArray[np.float32]
@@ -93,8 +93,10 @@ def segments_of(states: Sequence[StreamState], counts: NDArray[np.int64]) -> tex
         counts: int64, new tokens of each.
     """
     past = np.array([state.length for state in states], np.int64)
-    conv, recurrent, latents = (layer_pointers([getattr(state, name) for state in states]) for name in ("conv", "recurrent", "latents"))
-    return text_pass.Segments(counts, past, conv, recurrent, latents)
+    if len(states) == 1:
+        return text_pass.Segments(counts, past, *(table[:, None] for table in states[0].tables))
+    tables = zip(*(state.tables for state in states), strict=True)
+    return text_pass.Segments(counts, past, *(np.stack(kind, axis=1) for kind in tables))
 
 
 class CpuTextModel:

@@ -41,7 +41,11 @@ class StateShape:
 
 
 class StreamState:
-    """State of one stream. `length` tokens are stored; room is made by doubling, so growth copies each token a constant number of times."""
+    """State of one stream. `length` tokens are stored; room is made by doubling, so growth copies each token a constant number of times.
+
+    Attributes:
+        tables: addresses of each layer's part of conv, recurrent and latents, uint64 [layers of the kind].
+    """
 
     def __init__(self, shape: StateShape) -> None:
         self.shape = shape
@@ -50,6 +54,7 @@ class StreamState:
         self.conv = np.zeros(shape.conv, np.float32)
         self.recurrent = np.zeros(shape.recurrent, np.float32)
         self.latents: NDArray[np.float32] = np.zeros((shape.mla_layers, 0), np.float32)
+        self.tables = (layer_pointers(self.conv), layer_pointers(self.recurrent), layer_pointers(self.latents))
 
     @property
     def num_bytes(self) -> int:
@@ -83,6 +88,7 @@ class StreamState:
             capacity *= 2
         capacity = -(-min(capacity, self.shape.max_tokens) // text_ops.POSITIONS) * text_ops.POSITIONS
         self.latents = self._grown(self.latents, capacity * self.shape.latent)
+        self.tables = (*self.tables[:2], layer_pointers(self.latents))
         self.capacity = capacity
 
     @staticmethod
@@ -92,8 +98,6 @@ class StreamState:
         return new
 
 
-def layer_pointers(arrays: list[NDArray[np.float32]]) -> NDArray[np.uint64]:
-    """Addresses of every layer's part: uint64 [layers, streams] for arrays whose first axis is the layer."""
-    first = np.array([a.ctypes.data for a in arrays], np.uint64)
-    strides = np.array([a.strides[0] for a in arrays], np.uint64)
-    return first + np.arange(arrays[0].shape[0], dtype=np.uint64)[:, None] * strides
+def layer_pointers(array: NDArray[np.float32]) -> NDArray[np.uint64]:
+    """Addresses of every layer's part of an array whose first axis is the layer: uint64 [layers]."""
+    return np.uint64(array.ctypes.data) + np.arange(array.shape[0], dtype=np.uint64) * np.uint64(array.strides[0])
