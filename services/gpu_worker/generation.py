@@ -55,6 +55,9 @@ class Generation:
             start: position of the chunk's first token.
             chunk: its tokens.
             logits: fp32 [len(chunk), vocab], row i after token i.
+
+        Raises:
+            EngineFailed: a scored position's logits are not finite.
         """
         if self._scores is None:
             return ()
@@ -71,6 +74,7 @@ class Generation:
         piece, special = self._tokens.pieces[token_id], token_id in self._tokens.added
         if row is None:
             return OutToken(token_id, piece, special)
+        _check_finite(row)
         logprobs = sampling.log_softmax(row)
         return OutToken(token_id, piece, special, float(logprobs[token_id]), sampling.ranked(logprobs, top))
 
@@ -84,9 +88,7 @@ class Generation:
             InvalidRequest: the request's grammar asks for more than its limits allow.
             EngineFailed: the logits are not finite. Sampling would still give a token, and the answer would be noise.
         """
-        # The largest of a row with a NaN is NaN.
-        if not math.isfinite(row.max()):
-            raise EngineFailed("the model's output is not finite: weights or memory are damaged (VerifyTiers tells which)")
+        _check_finite(row)
         token_id = self._sampler.choose(row)
         self._request.num_generated += 1
         self._request.next_token = token_id
@@ -100,3 +102,9 @@ class Generation:
         if self._constraint is not None and self._constraint.complete and (ending is None or ending.reason is FinishReason.LENGTH):
             out, ending = [*out, *self._output.flush()], Ending(FinishReason.GRAMMAR_END)
         return [Tokens(tuple(out))] if out else [], ending
+
+
+def _check_finite(row: NDArray[np.float32]) -> None:
+    # The largest of a row with a NaN is NaN.
+    if not math.isfinite(row.max()):
+        raise EngineFailed("the model's output is not finite: weights or memory are damaged (VerifyTiers tells which)")

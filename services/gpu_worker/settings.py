@@ -9,6 +9,8 @@ from pydantic import Field, field_validator
 from services.common.ops_http import split_address
 from services.common.settings import ServiceSettings
 
+LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
+
 
 class GpuWorkerSettings(ServiceSettings):
     """What the worker reads from its environment."""
@@ -43,7 +45,7 @@ class GpuWorkerSettings(ServiceSettings):
         0,
         validation_alias="GLM53_CONTEXT_TOKENS",
         ge=0,
-        description="Most tokens of prompt and completion; 0: min(16384 on the CPU, 32768 on a GPU, what the model has).",
+        description="Most tokens of prompt and completion, at least 64; 0: min(16384 on the CPU, 32768 on a GPU, what the model has).",
     )
     cache_tokens: int = Field(
         131_072,
@@ -152,6 +154,13 @@ class GpuWorkerSettings(ServiceSettings):
     def _check_http(cls, value: str) -> str:
         if value:
             split_address(value)
+        return value
+
+    @field_validator("context_tokens")
+    @classmethod
+    def _holds_a_prompt(cls, value: int) -> int:
+        if 0 < value < LEAST_CONTEXT:
+            raise ValueError(f"{value} tokens hold no prompt with its template and an answer: 0 or at least {LEAST_CONTEXT} is needed")
         return value
 
     @field_validator("worker_address")

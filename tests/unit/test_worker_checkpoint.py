@@ -372,6 +372,15 @@ def test_nvme_modes_are_refused_and_auto_is_fast() -> None:
         assert caught.value.param == "GLM53_MODE"
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 63])
+def test_a_context_that_holds_no_prompt_is_refused(tokens: int) -> None:
+    """A context too small for a prompt and one token of answer would refuse every request: the setting is named at start instead."""
+    with pytest.raises(ConfigError, match=f"GLM53_CONTEXT_TOKENS: .*{tokens} tokens hold no prompt") as caught:
+        GpuWorkerSettings.load({"GLM53_CONTEXT_TOKENS": str(tokens)})
+    assert caught.value.param == "GLM53_CONTEXT_TOKENS"
+    assert [GpuWorkerSettings.load({"GLM53_CONTEXT_TOKENS": text}).context_tokens for text in ("0", "64")] == [0, 64]
+
+
 def test_context_is_bounded_by_the_model() -> None:
     """The default context is what model and index selection allow; more is refused with the limit's name."""
     document = random_checkpoint.config_document(Recipe(text={"index_topk": 2048}))

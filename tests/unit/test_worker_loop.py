@@ -298,6 +298,20 @@ def test_logits_that_are_no_numbers_fail_their_request_alone(value: float, tempe
     assert isinstance(later.end, Finished)
 
 
+def test_prompt_scores_from_logits_that_are_no_numbers_fail_their_request_alone() -> None:
+    """Scoring a prompt refuses damaged logits as generation does: no NaN goes out, and the engine serves on."""
+    bench = Bench(max_streams=2)
+    row = bench.backend._row
+    bench.backend._row = lambda token: row(token) * (np.nan if token == 12 else 1)  # type: ignore[method-assign]
+    _, bad = bench.submit("bad", prompt=[10, 11, 12, 13, 14], max_tokens=0, scores=PromptScores(1, 1))
+    _, good = bench.submit("good", prompt=[30, 31, 32], max_tokens=0, scores=PromptScores(1, 1))
+    bench.run()
+    assert isinstance(bad.end, Failed)
+    assert isinstance(bad.end.error, errors.EngineFailed)
+    assert isinstance(good.end, Finished)
+    assert not bench.backend.open
+
+
 @pytest.mark.parametrize(
     "failures", [[BackendLostError("gone")], [RuntimeError("x")] * MAX_FAILURES_IN_A_ROW], ids=["lost", "again and again"]
 )
@@ -351,8 +365,8 @@ def test_a_reader_that_takes_nothing_is_ended() -> None:
     assert not bench.backend.open
 
 
-def test_waiting_too_long_ends_with_deadline_exceeded() -> None:
-    """A request that waited longer than it wanted fails without ever being computed."""
+def test_waiting_too_long_ends_with_queue_timeout() -> None:
+    """A request that waited longer than it wanted fails without ever being computed, and hears how long the line is now."""
     bench = Bench(max_streams=1)
     bench.submit("busy", max_tokens=100)
     _, reader = bench.submit("late", key="k", timeout_s=5.0)
@@ -360,7 +374,9 @@ def test_waiting_too_long_ends_with_deadline_exceeded() -> None:
     bench.now += 6.0
     bench.loop.step()
     assert isinstance(reader.end, Failed)
-    assert isinstance(reader.end.error, errors.DeadlineExceeded)
+    assert isinstance(reader.end.error, errors.QueueTimeout)
+    # 100 tokens of the running request, less those it has, at the slowest speed that is ever assumed: half of it must be done.
+    assert reader.end.error.retry_after_s == pytest.approx((100 - 2) / 2, abs=1)
     assert [type(event) for event in reader.events] == [Failed]
 
 
