@@ -274,7 +274,12 @@ class EngineLoop:
             return True
         request.num_prefilled += len(chunk)
         self.metrics.note_prefill(request, len(chunk))
-        scored = generation.score_prompt(start, chunk, logits)
+        try:
+            scored = generation.score_prompt(start, chunk, logits)
+        except EngineFailed as error:
+            log.error("%s", error.message, extra={"request_id": request.spec.request_id})
+            self._fail(request, error)
+            return True
         request.sink.put(PrefillProgress(request.num_prefilled, len(prompt), scored))
         if request.num_prefilled < len(prompt):
             if request.num_prefilled == len(prompt) - 1:
