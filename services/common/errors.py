@@ -10,7 +10,8 @@ Glm53Error
 │   └── UnknownModel                                               404
 ├── QueueFull              bounded queue is full                   503 + Retry-After
 ├── NotReady               loading, draining, worker gone          503 + Retry-After
-├── DeadlineExceeded       waited or ran too long                  504
+├── QueueTimeout           waited too long in the queue            503 + Retry-After
+├── DeadlineExceeded       ran too long, or nobody read            504
 ├── Cancelled              the client or an operator cancelled     499
 └── EngineFailed           our fault                               500
 
@@ -99,8 +100,14 @@ class NotReady(Glm53Error):
     code = "service_unavailable"
 
 
+class QueueTimeout(Glm53Error):
+    """The request's turn did not come in time: it never ran, so trying again is safe."""
+
+    code = "queue_timeout"
+
+
 class DeadlineExceeded(Glm53Error):
-    """A request waited or ran longer than allowed."""
+    """A request ran longer than allowed, or its reader stopped reading."""
 
     code = "timeout"
 
@@ -129,6 +136,7 @@ ERROR_TYPES: dict[str, type[Glm53Error]] = {
         UnknownModel,
         QueueFull,
         NotReady,
+        QueueTimeout,
         DeadlineExceeded,
         Cancelled,
         EngineFailed,

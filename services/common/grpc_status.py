@@ -18,6 +18,7 @@ STATUS_BY_ERROR: dict[type[errors.Glm53Error], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.NotReady: grpc.StatusCode.UNAVAILABLE,
+    errors.QueueTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.Cancelled: grpc.StatusCode.CANCELLED,
     errors.Glm53Error: grpc.StatusCode.INTERNAL,

@@ -16,8 +16,6 @@ from services.gateway.services import Job
 
 router = APIRouter()
 
-PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-
 
 @router.post("/v1/messages")
 async def create_message(request: Request) -> Response:

@@ -6,35 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from services.common.errors import Glm53Error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway import errors
 from services.gateway.answers import Totals
 from services.gateway.blocks import Block, Blocks, Kind, More, Opened, Step, whole_blocks
 from services.gateway.chat_answer import ParsedChoice
+from services.gateway.error_shapes import anthropic_body
 from services.gateway.parser import OutputParser
 from services.gateway.wire import Wire, named_event
-
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-
-
-def error_body(error: Glm53Error) -> dict[str, Any]:
-    """The error as Anthropic's clients expect it."""
-    status = errors.http_of(error).status
-    if status == 503:
-        kind = "overloaded_error"
-    elif status >= 500:
-        kind = "api_error"
-    else:
-        kind = _TYPES.get(status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message, "param": error.param, "code": error.code}}
-
-
-def error_response(error: Glm53Error) -> JSONResponse:
-    """The error as a whole response."""
-    return JSONResponse(error_body(error), errors.http_of(error).status, headers=errors.headers_of(error))
 
 
 class MessagesAnswer(Wire):
@@ -74,7 +53,7 @@ class MessagesAnswer(Wire):
 
     def error(self, error: Glm53Error) -> bytes:
         """The error as an event."""
-        return named_event(error_body(error))
+        return named_event(anthropic_body(error))
 
     def begin(self) -> list[dict[str, Any]]:
         """The message begins, empty."""

@@ -24,8 +24,8 @@ from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ApiKey
 from services.gateway.access.limits import Counters, LocalCounters
 from services.gateway.access.metered import MeteredClient
-from services.gateway.anthropic_answer import error_response
 from services.gateway.drain import Traffic
+from services.gateway.error_shapes import response_for
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
 from services.gateway.services import Services
@@ -179,22 +179,21 @@ async def _on_error(request: Request, error: Exception) -> Response:
         request.app.state.services.metrics.refusals.labels(error.code).inc()
     if errors.http_of(error).status >= 500:
         log.warning("%s: %s", type(error).__name__, error.message)
-    if request.url.path in anthropic.PATHS:
-        return error_response(error)
-    return errors.response_of(error)
+    return response_for(request.url.path, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown URLs and methods."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = errors.response_of(errors.MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}."))
+        refused = errors.MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}.")
+        response = response_for(request.url.path, refused)
         response.headers.update(error.headers or {})
         return response
     if error.status_code == 404:
         return errors.response_of(errors.UnknownRoute(f"There is no {request.method} {request.url.path}."))
-    return errors.response_of(InvalidRequest(str(error.detail)))
+    return response_for(request.url.path, InvalidRequest(str(error.detail)))
 
 
-async def _on_invalid(_request: Request, error: Exception) -> Response:
-    return errors.response_of(InvalidRequest(f"The request is not valid: {type(error).__name__}"))
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    return response_for(request.url.path, InvalidRequest(f"The request is not valid: {type(error).__name__}"))

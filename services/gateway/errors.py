@@ -146,6 +146,7 @@ HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
     errors.Cancelled: HttpError(499, INVALID, should_retry=False),
     errors.QueueFull: HttpError(503, SERVER),
     errors.NotReady: HttpError(503, SERVER),
+    errors.QueueTimeout: HttpError(503, SERVER),
     errors.DeadlineExceeded: HttpError(504, SERVER, should_retry=False),
     errors.Glm53Error: HttpError(500, SERVER),
 }

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import EngineFailed
 from services.common.logs import request_id_var
 from services.gateway.drain import Traffic
-from services.gateway.errors import response_of
+from services.gateway.error_shapes import response_for
 from services.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RequestScope:
             # A bug. The client learns that, and where to look; what was already sent cannot be taken back.
             log.exception("unexpected error")
             if status is None:
-                await response_of(EngineFailed(_BUG))(scope, receive, send_with_id)
+                await response_for(scope["path"], EngineFailed(_BUG))(scope, receive, send_with_id)
         finally:
             request_id_var.reset(token)
             route = getattr(scope.get("route"), "path", "unknown")

@@ -183,10 +183,9 @@ def _described(operation: _Operation) -> dict[str, Any]:
     for status in operation.also:
         responses[str(status)] = {"description": _ERRORS[status], "content": content}
     error = "AnthropicError" if operation.path.startswith("/v1/messages") else "Error"
-    # What is refused at the door has one shape for all.
-    shapes = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in dict.fromkeys((error, "Error"))]}
+    shape = {"$ref": f"#/components/schemas/{error}"}
     for status, words in _ERRORS.items():
-        responses.setdefault(str(status), {"description": words, "content": {"application/json": {"schema": shapes}}})
+        responses.setdefault(str(status), {"description": words, "content": {"application/json": {"schema": shape}}})
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body is not None:
         schema = {"$ref": _REFS.format(model=operation.body.__name__)}

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady
+from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
@@ -208,11 +208,12 @@ class EngineLoop:
             for request in cancelled:
                 self._queue.remove(request)
             expired = self._queue.expired(now)
+            wait_s = self._queue.wait_s(self.metrics.tokens_per_s, self._running_tokens()) if expired else 0.0
         for request in cancelled:
             self._end(request, RequestState.CANCELLED)
         for request in expired:
             waited = f"waited {now - request.times.submitted:.1f} s in the queue, longer than its {request.spec.queue_timeout_s:g} s"
-            self._fail(request, DeadlineExceeded(f"the request {waited}", retry_after_s=5.0))
+            self._fail(request, QueueTimeout(f"the request {waited}: try again later", retry_after_s=wait_s))
 
     def _end_stalled(self) -> None:
         """Ends requests whose readers stopped reading."""

@@ -80,12 +80,12 @@ class FairQueue:
         if self._size >= self._max_queued:
             raise QueueFull(
                 f"{self._size} requests are waiting, the most that this worker keeps: try again later",
-                retry_after_s=self._wait_s(tokens_per_s, running_tokens),
+                retry_after_s=self.wait_s(tokens_per_s, running_tokens),
             )
         if line is not None and len(line.requests) >= self._max_per_key:
             raise QueueFull(
                 f"{len(line.requests)} requests of this key are waiting, the most for one key: try again later",
-                retry_after_s=self._wait_s(tokens_per_s, running_tokens),
+                retry_after_s=self.wait_s(tokens_per_s, running_tokens),
             )
         if line is None:
             line = self._lines[key] = _Line(deficit=self._balance.pop(key, 0.0))
@@ -170,7 +170,7 @@ class FairQueue:
         aged = int((now - request.times.submitted) / self._ageing_s)
         return max(1, int(request.spec.priority) - aged)
 
-    def _wait_s(self, tokens_per_s: float, running_tokens: int) -> float:
-        """When a place should be free: half of what is ahead must be done. Better too short than a client that never comes back."""
+    def wait_s(self, tokens_per_s: float, running_tokens: int) -> float:
+        """Seconds until a place should be free: half of what is ahead is done. Better too short than a client that never comes back."""
         ahead = (self._tokens + running_tokens) / 2
         return round(min(MAX_RETRY_S, max(MIN_RETRY_S, ahead / max(tokens_per_s, 1.0))), 1)

@@ -86,6 +86,7 @@ def test_the_headers_of_a_queued_stream_do_not_wait_for_admission(stack: Stack) 
 
 REFUSALS = [
     (errors.QueueFull("12 requests wait", retry_after_s=7.2), 503, {"retry-after": "8", "retry-after-ms": "7200"}),
+    (errors.QueueTimeout("waited 60.0 s", retry_after_s=2.5), 503, {"retry-after": "3", "retry-after-ms": "2500"}),
     (errors.NotReady("draining"), 503, {"retry-after": "1"}),
     (errors.ContextLengthExceeded("too long", param="messages"), 400, {}),
     (errors.InvalidRequest("no such token", param="logit_bias"), 400, {}),

@@ -322,13 +322,15 @@ def test_queue_full_names_a_time_to_come_back(start_worker: Callable[..., Runnin
 
 
 def test_queue_timeout_ends_a_waiting_request(start_worker: Callable[..., RunningWorker]) -> None:
-    """A request that waits longer than it wanted ends with DEADLINE_EXCEEDED and never ran."""
+    """A request that waits longer than it wanted ends with a queue timeout, hears when to come back, and never ran."""
     running = start_worker(max_streams=1)
     busy = running.start(running.request(max_tokens=8000))
     next(busy)
     error, events = running.refused(running.request(queue_timeout_ms=200))
-    assert isinstance(error, errors.DeadlineExceeded)
+    assert isinstance(error, errors.QueueTimeout)
     assert "queue" in error.message
+    assert error.retry_after_s is not None
+    assert error.retry_after_s >= 1
     assert not events
     busy.cancel()
     running.wait_idle()

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Glm53Error
 from services.gateway.access.admission import AccessPolicy, admission_var
 from services.gateway.access.keys import ANYONE, MAX_KEY_CHARS, ApiKey
-from services.gateway.errors import AuthenticationFailed, HeadersTooLarge, PermissionDenied, body_of, http_of, response_of
+from services.gateway.error_shapes import response_for
+from services.gateway.errors import AuthenticationFailed, HeadersTooLarge, PermissionDenied, http_of
 from services.gateway.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
@@ -88,10 +89,10 @@ class AccessControl:
 
     async def _refuse(self, error: Glm53Error, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.refusals.labels(error.code).inc()
-        response = response_of(error)
+        response = response_for(scope["path"], error)
         if http_of(error).status == 401:
             response.headers["WWW-Authenticate"] = "Bearer"
-        log.info("refused: %s", body_of(error)["error"]["message"])
+        log.info("refused: %s", error.message)
         await response(scope, receive, send)
 
 
