@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from services.common import setting_names
 from tests.deploy.runc_clamp import RUNC
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,8 +131,11 @@ class Engine:
             f'network_config_dir = "{LAB}/networks"\n'
         )
         (LAB / "storage.conf").write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{LAB}/storage"\nrunroot = "{self.run_dir}/s"\n')
+        (LAB / "tmp").mkdir(exist_ok=True)
         self.env = {
-            **os.environ,
+            # Compose would put settings of the person who runs the tests into the containers.
+            **{name: value for name, value in os.environ.items() if name not in setting_names.ALL and not name.startswith("COMPOSE_")},
+            "TMPDIR": str(LAB / "tmp"),  # where builds keep their caches too
             "CONTAINERS_CONF": str(LAB / "containers.conf"),
             "CONTAINERS_STORAGE_CONF": str(LAB / "storage.conf"),
             "DOCKER_HOST": f"unix://{self.socket}",
