@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import random
 import time
 import traceback
@@ -30,7 +31,7 @@ from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.patches import upstream
+from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 
 CACHE_TOKENS = 32_768
@@ -209,7 +210,7 @@ def served(bench: Bench, checkpoint: Checkpoint) -> None:
         backend.check_idle()
     width = checkpoint.config.vocab_size
     row = {"name": "the worker's backend, one stream", "chunk": chunk}
-    row |= compare([w.float().reshape(1, -1)[:, :width] for w in want], got)
+    row |= compare([w.float()[:, :width] for w in want], got)
     bench.rows.append(row)
     print(row, flush=True)
 
@@ -221,6 +222,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="leave out what does not fit into this time")
     parser.add_argument("--quick", action="store_true", help="one chunk size, three scripts")
     parser.add_argument("--moves", type=int, default=10_000, help="records that the random repoints move")
+    parser.add_argument("--first-config", action="store_true", help="Triton kernels take their first configuration instead of timing all")
+    parser.add_argument("--trace-after", type=float, default=0, help="print where every thread is, every so many seconds")
     args = parser.parse_args()
     began = time.monotonic()
     started = report.start("bench.gpu_exact")
@@ -229,6 +232,13 @@ def main() -> None:
     from exllamav3.modules import moe_batch_recon
 
     moe_batch_recon.RECON_MAX_ROWS = RECONSTRUCT_ROWS
+    if args.first_config:
+        # Timing configurations takes minutes; which of them runs does not matter as long as both sides run the same.
+        from triton.runtime.autotuner import Autotuner
+
+        started["triton_tuners_pinned"] = triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
+    if args.trace_after:
+        faulthandler.dump_traceback_later(args.trace_after, repeat=True)
     started["machine"]["gpu"] = torch.cuda.get_device_name(0)
     checkpoint = Checkpoint(args.checkpoint)
     stock = load_stock(exllamav3, args.checkpoint)

@@ -76,7 +76,8 @@ def run(
             if result["stage"] == "error":
                 raise RuntimeError(f"{script.name}: {result}")
             if "logits" in result:
-                out.append(result["logits"].detach().cpu().contiguous())
+                # Text that is held back (half a character) arrives later, several tokens in one result.
+                out += list(result["logits"].detach().cpu()[0].split(1))
         step += 1
     return out
 

@@ -5,8 +5,8 @@ The passes are those that exllamav3's own generator makes (same rows, same block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,14 @@ from services.gpu_worker.backends.exl3.experts import ExpertStore
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PageTable, pages_for
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.patches.replace import Replacements
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _inference(method: F) -> F:
+    """Runs a method in torch's inference mode: exllamav3's caches are inference tensors, which nothing else may write."""
+    return cast("F", torch.inference_mode()(method))
+
 
 SCORED_ROWS = 256  # logits of so many positions at once: at a real vocabulary 256 rows are 160 MB
 _TABLE_STEP = 16  # pages; block tables come in few widths, as exllamav3's generator makes them
@@ -73,6 +81,7 @@ class Exl3Backend:
         streams = list(self._open.values())
         return sum(s.length for s in streams), sum(len(s.pages) for s in streams) * PAGE_TOKENS
 
+    @_inference
     def open_stream(self, snapshot: Snapshot | None = None) -> GpuStream:
         """Opens an empty stream. There are no snapshots to continue."""
         if snapshot is not None:
@@ -87,6 +96,7 @@ class Exl3Backend:
         """None: a recurrent state can only be kept together with a whole number of pages, which the engine does not ask for."""
         del stream
 
+    @_inference
     def close_stream(self, stream: Stream) -> None:
         """Gives pages and state back."""
         gone = self._open.pop(id(stream))
@@ -94,6 +104,7 @@ class Exl3Backend:
         if gone.state is not None:
             gone.state.free()
 
+    @_inference
     def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
         """Appends a chunk of prompt."""
         mine = cast("GpuStream", stream)
@@ -121,6 +132,7 @@ class Exl3Backend:
         self.experts.between_passes()
         return result
 
+    @_inference
     def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
         """Appends one token to each stream."""
         batch = cast("Sequence[GpuStream]", streams)

@@ -1,0 +1,101 @@
+"""Triton's choices among kernel configurations, kept over restarts and equal wherever bits are compared.
+
+An autotuned kernel times its configurations at the first call of each shape; which one wins may differ from start to start, and with it the
+last bits. The choices live in the tuner's own cache, which is written to a file and read back before the first call.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+NAME = "triton_tuners"
+VERSION = 1
+
+
+def find(tuner_class: type, modules: dict[str, ModuleType] | None = None, package: str = "exllamav3") -> dict[str, Any]:
+    """The package's autotuned kernels that are imported, by dotted name.
+
+    Args:
+        tuner_class: triton.runtime.autotuner.Autotuner.
+        modules: sys.modules, or a test's own.
+    """
+    found: dict[str, Any] = {}
+    for name, module in sorted((sys.modules if modules is None else modules).items()):
+        if name != package and not name.startswith(package + "."):
+            continue
+        for attribute, value in list(vars(module).items()):
+            # A kernel with heuristics wraps its tuner.
+            while value is not None and not isinstance(value, tuner_class):
+                value = vars(value).get("fn") if hasattr(value, "__dict__") and not isinstance(value, type) else None
+            if value is not None and not any(value is other for other in found.values()):
+                found[f"{name}.{attribute}"] = value
+    return found
+
+
+def use_first_configurations(tuners: dict[str, Any]) -> int:
+    """Every tuner keeps only its first configuration: nothing is timed. Returns how many tuners had more. For comparisons of bits."""
+    several = [tuner for tuner in tuners.values() if len(tuner.configs) > 1]
+    for tuner in several:
+        tuner.configs = tuner.configs[:1]
+    return len(several)
+
+
+def save(path: Path, tuners: dict[str, Any], gpu: str) -> int:
+    """Writes what the tuners have chosen so far; returns how many choices.
+
+    Args:
+        gpu: the GPU's name: choices of one are nothing to another.
+    """
+    kernels = {
+        name: {repr(key): config.all_kwargs() for key, config in tuner.cache.items() if _literal(key)} for name, tuner in tuners.items()
+    }
+    text = json.dumps({"version": VERSION, "gpu": gpu, "kernels": {n: c for n, c in kernels.items() if c}}, indent=1, sort_keys=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text + "\n")
+    os.replace(part, path)
+    return sum(map(len, kernels.values()))
+
+
+def load(path: Path, tuners: dict[str, Any], gpu: str) -> tuple[int, str]:
+    """Puts saved choices into the tuners' caches.
+
+    Returns:
+        how many were put there, and why none were, or "".
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != VERSION:
+            return 0, f"{path} has version {document['version']}, this build writes {VERSION}"
+        if document["gpu"] != gpu:
+            return 0, f"{path} was made on {document['gpu']}, this is {gpu}"
+        kernels: dict[str, dict[str, dict[str, Any]]] = document["kernels"]
+    except FileNotFoundError:
+        return 0, f"{path} does not exist yet"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return 0, f"{path} cannot be read: {error}"
+    pinned = 0
+    for name, choices in kernels.items():
+        tuner = tuners.get(name)
+        for text, wanted in choices.items() if tuner is not None else ():
+            config = next((c for c in tuner.configs if c.all_kwargs() == wanted), None)
+            if config is not None:
+                tuner.cache[ast.literal_eval(text)] = config
+                pinned += 1
+    return pinned, "" if pinned else f"{path} holds no choice for the kernels of this build"
+
+
+def _literal(key: Any) -> bool:
+    """True when the key can be read back from its text."""
+    try:
+        return bool(ast.literal_eval(repr(key)) == key)
+    except (ValueError, SyntaxError):
+        return False
