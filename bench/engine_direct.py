@@ -1,7 +1,10 @@
-"""The engine without the services around it: no HTTP, no gRPC, no second process; the expert kernels run in this process."""
+"""The engine without the services around it: no HTTP and no gRPC; the CPU lane, if any, is a cpu_expert process."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -10,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from bench import report
 from services.gateway.prompt import ChatTemplate, Thinking
 from services.gateway.tokenizer import PromptTokenizer
 from services.gpu_worker.backends import cpu
@@ -63,20 +67,38 @@ class Direct:
 
 
 class DirectBackend:
-    """The CPU backend with in-process experts, its checkpoint and its tokenizer.
+    """The CPU backend, its checkpoint and its tokenizer.
 
-    Mode `exact` is the fastest way to call the engine on this device: no lane but the caller's own thread.
+    Mode `exact` with experts in process is the fastest way to call the engine on this device: no lane but the caller's own thread.
+
+    Args:
+        lane: mode `fast` with a cpu_expert process instead, as `glm53 serve` has it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lane: bool = False) -> None:
         self._shm = tempfile.TemporaryDirectory(prefix="glm53-direct-", dir="/dev/shm")
-        env = {"GLM53_MODE": "exact", "GLM53_EXPERT_BACKEND": "in_process", "GLM53_INSTANCE": "direct", "GLM53_SHM_DIR": self._shm.name}
-        self.settings = GpuWorkerSettings.load(env)
+        place = {"GLM53_INSTANCE": "direct", "GLM53_SHM_DIR": self._shm.name}
+        how = ("fast", "shm") if lane else ("exact", "in_process")
+        self.settings = GpuWorkerSettings.load({"GLM53_MODE": how[0], "GLM53_EXPERT_BACKEND": how[1], **place})
         self.checkpoint = Checkpoint(Path(self.settings.model_dir))
         self.backend = cpu.load(self.settings, self.checkpoint, lambda _fraction, _what: None)
+        self._cpu_expert = _cpu_expert(place) if lane else None
+        if lane:
+            self._wait_for_lane()
+
+    def _wait_for_lane(self) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.backend.stats()["lane"]["state"] != "UP":
+            if time.monotonic() > deadline:
+                self.close()
+                raise SystemExit("cpu_expert did not attach")
+            time.sleep(0.01)
 
     def close(self) -> None:
-        """Ends the backend and removes its arena."""
+        """Ends the backend and cpu_expert, and removes the arena."""
+        if self._cpu_expert is not None:
+            self._cpu_expert.terminate()
+            self._cpu_expert.wait(30)
         self.backend.close()
         self._shm.cleanup()
 
@@ -87,11 +109,17 @@ class DirectBackend:
         self.close()
 
 
-class DirectEngine:
-    """The engine loop over `DirectBackend`, in a thread as in the worker."""
+def _cpu_expert(place: dict[str, str]) -> subprocess.Popen[bytes]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GLM53_")}
+    env = {**clean, **place, "GLM53_LOG_LEVEL": "warning"}
+    return subprocess.Popen([sys.executable, "-m", "services.cpu_expert"], cwd=report.ROOT, env=env)
 
-    def __init__(self) -> None:
-        self._direct = DirectBackend()
+
+class DirectEngine:
+    """The engine loop over `DirectBackend`, in a thread as in the worker. `lane` as there."""
+
+    def __init__(self, *, lane: bool = False) -> None:
+        self._direct = DirectBackend(lane=lane)
         checkpoint, settings = self._direct.checkpoint, self._direct.settings
         tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", checkpoint.config.vocab_size)
         tokenizer = PromptTokenizer((checkpoint.path / "tokenizer.json").read_bytes())

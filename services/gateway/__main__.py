@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import logging
+import os
 import sys
 
+# Before gRPC is loaded, which reads it once: a client that polls its connection itself spends a quarter less CPU time on a message than
+# one whose connection is polled by gRPC's pool of threads.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client")
+
+from services.common import event_loop
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
@@ -29,7 +34,7 @@ def main() -> int:
     log.info("glm53-offload gateway %s", _version())
     for name, value, source in settings.describe():
         log.info("  %-34s = %s (%s)", name, value, source)
-    return asyncio.run(_serve(settings))
+    return event_loop.run(_serve(settings))
 
 
 async def _serve(settings: GatewaySettings) -> int:

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from services.gateway.drain import Traffic
+from services.gateway.http_protocol import protocol_with
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class GatewayServer(uvicorn.Server):
                 app,
                 host=settings.host,
                 port=settings.port,
-                http="h11",
+                http=protocol_with(settings.max_header_bytes + _HEADER_SLACK_BYTES),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -43,7 +44,6 @@ class GatewayServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,
-                h11_max_incomplete_event_size=settings.max_header_bytes + _HEADER_SLACK_BYTES,
             )
         )
         self._traffic: Traffic = app.state.services.traffic

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 
+from services.common import event_loop
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
@@ -33,7 +33,7 @@ def main() -> int:
     log.info("%s %s", settings.service, VERSION)
     for name, value, source in settings.describe():
         log.info("%s=%s (%s)", name, value or "-", source)
-    return asyncio.run(_serve(settings))
+    return event_loop.run(_serve(settings))
 
 
 if __name__ == "__main__":

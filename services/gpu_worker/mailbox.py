@@ -18,7 +18,7 @@ class Mailbox:
     The engine stops computing for a request whose mailbox is full, so that a slow reader costs neither memory nor other people's time.
 
     A reader that says that it rests is left alone until the oldest event would have waited for `HOLD_S` when the next one came, until the
-    mailbox is full, or until the last event. It must look by itself when the oldest event gets that old: the next one may never come.
+    mailbox is full, or until the last event. It must look by itself after a while: the next event may never come.
 
     Args:
         limit: events that may wait before the mailbox counts as full.
@@ -40,6 +40,7 @@ class Mailbox:
         self._clock = clock
         self._events: deque[tuple[float, Event]] = deque()  # append and popleft are atomic
         self._newest_at = 0.0
+        self.gap_s = 0.0  # between the two newest events
         self.resting = False  # written by the reader
 
     @property
@@ -50,12 +51,12 @@ class Mailbox:
     def put(self, event: Event) -> None:
         """Adds an event. Terminal and admission events come also into a full mailbox: their number is bounded by nature."""
         now = self._clock()
-        gap, self._newest_at = now - self._newest_at, now
+        self.gap_s, self._newest_at = now - self._newest_at, now
         self._events.append((now, event))
         # Looking after adding: whoever emptied the mailbox before this line was told, or has taken this event too.
         if self.resting:
             last = isinstance(event, Finished | Failed)
-            if last or self.full or self.stalled_s(now) + gap > HOLD_S:
+            if last or self.full or self.stalled_s(now) + self.gap_s > HOLD_S:
                 self._notify()
         elif len(self._events) == 1:
             self._notify()

@@ -30,7 +30,10 @@ class EventReader:
         self._tokens_at = 0.0  # when the newest tokens were taken
 
     async def take(self) -> list[Event]:
-        """At least one event, and every event that waits. Tokens wait here for HOLD_S at most, if the loop is free."""
+        """At least one event, and every event that waits.
+
+        Tokens wait for HOLD_S at most while the engine keeps its pace, and for one token's time more when it is held up.
+        """
         box = self.mailbox
         if box.resting:
             await self._rest()
@@ -54,8 +57,8 @@ class EventReader:
         return count > 1 or gap < HOLD_S
 
     async def _rest(self) -> None:
-        """Until the mailbox asks for it, or until its oldest event has waited for HOLD_S; ends after HOLD_S when none comes."""
-        due = self._tokens_at + HOLD_S
+        """Until the mailbox asks for it, or until it has had the time to and did not: the engine is held up, or the stream is slow."""
+        due = self._tokens_at + HOLD_S + min(HOLD_S, self.mailbox.gap_s)
         while not self._told:
             left = due - time.monotonic()
             if left > 0:

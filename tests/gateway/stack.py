@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 
+from services.common.event_loop import new_event_loop
 from services.gateway.app import create_app
 from services.gateway.fleet import worker_for
 from services.gateway.server import GatewayServer
@@ -27,7 +28,7 @@ class Stack:
     """Runs worker and gateway until `close`."""
 
     def __init__(self, *, start_worker: bool = True, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.worker = FakeWorker(chat_template=chat_template)
