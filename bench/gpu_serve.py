@@ -7,17 +7,19 @@ import json
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from bench import server
 
+MODEL = "glm-5.3-tiny"
 QUESTION = "What is the capital of France?"
 
 
 def ask(url: str, **fields: Any) -> dict[str, Any]:
-    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, **fields}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, **fields}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
         return dict(json.load(reply))
@@ -25,7 +27,7 @@ def ask(url: str, **fields: Any) -> dict[str, Any]:
 
 def stream(url: str, **fields: Any) -> tuple[str, float]:
     """(answer, seconds to the first text)."""
-    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, "stream": True, **fields}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 48, "stream": True, **fields}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
     text, first, began = "", 0.0, time.monotonic()
     with urllib.request.urlopen(request, timeout=60) as reply:
@@ -75,6 +77,8 @@ def main() -> None:
             result = {"ready_s": round(running.ready_s, 1), **check(running.url)}
             stats = running.get_json("/stats")
             result["device"], result["cache"] = stats.get("device"), stats.get("expert_cache")
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{error}: {error.read().decode()}\n{running.tail()}") from None
         finally:
             running.stop()
             log = running.log.read_text()

@@ -103,7 +103,17 @@ class ExpertStore:
         self._staged_pass_done = torch.cuda.Event()
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
         self._counters = dict.fromkeys(
-            ("decode_steps", "decode_picks", "decode_hits", "prefill_steps", "bytes_copied", "bytes_staged", "staged_passes"), 0
+            (
+                "decode_steps",
+                "decode_picks",
+                "decode_hits",
+                "decode_records_missed",
+                "prefill_steps",
+                "bytes_copied",
+                "bytes_staged",
+                "staged_passes",
+            ),
+            0,
         )
 
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
@@ -184,6 +194,7 @@ class ExpertStore:
         self._counters["decode_hits"] += int(np.count_nonzero(self._where.ravel()[every] != NONE))
         self._pick_rows[:] = 0
         records = np.concatenate(per_layer)
+        self._counters["decode_records_missed"] += int(np.count_nonzero(self._where.ravel()[records] == NONE))
         self.placement.touch(records)
         return records
 
