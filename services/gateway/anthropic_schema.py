@@ -10,7 +10,8 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
 from services.gateway.formats import Body
-from services.gateway.schemas import Number
+from services.gateway.refusals import refuse_fields
+from services.gateway.schemas import Number, with_sampling
 
 
 class AnthropicTool(Body):
@@ -103,6 +104,7 @@ def check(body: CountBody) -> None:
     for name in _REFUSED:
         if (body.model_extra or {}).get(name):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    refuse_fields(body.model_extra)
     for index, tool in enumerate(body.tools or []):
         if tool.type not in (None, "custom"):
             raise UnsupportedParameter(
@@ -134,7 +136,7 @@ def chat_fields(body: CountBody, *, may_turn_off: bool) -> dict[str, Any]:
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
-    return fields
+    return with_sampling(fields, body)
 
 
 def _thinking(body: CountBody, may_turn_off: bool) -> dict[str, Any]:

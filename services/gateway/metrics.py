@@ -11,6 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from services.common.errors import Cancelled, Glm53Error
 from services.gateway.answers import Answer
 from services.gateway.choices import Choices
+from services.gateway.schemas import UNKNOWN_FIELDS
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -36,6 +37,7 @@ class GatewayMetrics:
         self.stream_errors = counter("stream_errors", "Streams that ended with an error event.", "code")
         self.rejected_calls = counter("undeclared_tool_calls", "Calls of undeclared tools passed on as text.")
         self.unclosed_reasoning = counter("unclosed_reasoning", "Answers that ended inside their reasoning.")
+        self.registry.register(UNKNOWN_FIELDS)
         self.refusals = counter("refusals", "Requests refused at the door or by a key's limit.", "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens of finished generations.")

@@ -18,7 +18,7 @@ from services.gateway.completion_answer import CompletionAnswer
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
 from services.gateway.idempotency import once
 from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
-from services.gateway.refusals import refuse_unsupported
+from services.gateway.refusals import refuse_fields, refuse_unsupported
 from services.gateway.run import complete, respond
 from services.gateway.schemas import ChatRequest, CompletionRequest, parse, renaming
 from services.gateway.services import Job
@@ -30,10 +30,6 @@ _UNSUPPORTED = (
     "video_data",
     "audio_data",
     "input_embeds",
-    "lora_path",
-    "session_params",
-    "token_ids_logprob",
-    "return_hidden_states",
 )
 # Names of sampling_params → those of /v1/completions.
 _NAMES = {
@@ -180,9 +176,8 @@ def _refuse(body: GenerateBody) -> None:
     for name in _UNSUPPORTED:
         if (body.model_extra or {}).get(name) not in (None, False, []):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
-    for name in ("structural_tag", "custom_params", "stop_regex"):
-        if ((body.sampling_params.model_extra if body.sampling_params else None) or {}).get(name) is not None:
-            raise UnsupportedParameter(f"sampling_params.{name} is not supported by this server; leave it out.", param="sampling_params")
+    refuse_fields(body.model_extra)
+    refuse_fields(body.sampling_params.model_extra if body.sampling_params else None, "sampling_params")
 
 
 async def _generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job:

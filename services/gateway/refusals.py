@@ -1,33 +1,102 @@
-"""Fields that are refused because honouring them is not possible and ignoring them would change the answer."""
+"""Fields that are refused because honouring them is not possible and ignoring them would change the answer.
+
+They are those of OpenAI's API, vLLM, SGLang, llama-server and TabbyAPI. Fields that only say how a server should go about its work
+(caches, slots, backends, extra timings) are ignored instead.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import UnsupportedParameter
 from services.gateway.schemas import ChatRequest, SamplingFields
 
-# Fields that change the answer and that this server cannot honour, with the values that ask for nothing.
+# Field → the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
+    # OpenAI
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
-    "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
     "modalities": (["text"],),
     "prediction": (),
+    "suffix": ("",),
+    "web_search_options": (),
+    # vLLM
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "guided_whitespace_pattern": (),
+    "length_penalty": (1, 1.0),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
-    "separate_reasoning": (True,),
-    "suffix": ("",),
+    "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "web_search_options": (),
+    "vllm_xargs": ({},),
+    # SGLang
+    "custom_logit_processor": ("",),
+    "custom_params": ({},),
+    "lora_path": ("",),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "separate_reasoning": (True,),
+    "session_params": ({},),
+    "stop_regex": ("", []),
+    "structural_tag": ("",),
+    "token_ids_logprob": ([],),
+    # llama-server
+    "dry_multiplier": (0, 0.0),
+    "dynatemp_range": (0, 0.0),
+    "mirostat": (0,),
+    "reasoning_format": ("auto", "deepseek", "deepseek-legacy"),
+    "samplers": ([],),
+    "t_max_predict_ms": (0, -1),
+    "tfs_z": (1, 1.0),
+    "top_n_sigma": (-1, -1.0, 0, 0.0),
+    "typical_p": (1, 1.0),
+    "xtc_probability": (0, 0.0),
+    # TabbyAPI
+    "adaptive_target": (-1, -1.0, 1, 1.0),
+    "banned_strings": ("", []),
+    "banned_tokens": ("", []),
+    "mirostat_mode": (0,),
+    "skew": (0, 0.0),
+    "smoothing_factor": (0, 0.0),
+    "tfs": (1, 1.0),
+    "token_healing": (False,),
+    "top_a": (0, 0.0),
+    "typical": (1, 1.0),
+    # Other names of what this server has: ignoring them would be as wrong.
+    "max_length": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "no_stop_trim": (False,),
+    "reasoning_budget": (-1,),
+    "reasoning_budget_tokens": (-1,),
+    "repeat_penalty": (1, 1.0),
+    "response_prefix": ("",),
+    "template_vars": ({},),
+}
+
+OWN_NAMES = {
+    "max_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs and top_logprobs",
+    "no_stop_trim": "include_stop_str_in_output",
+    "reasoning_budget": "thinking_token_budget",
+    "reasoning_budget_tokens": "thinking_token_budget",
+    "repeat_penalty": "repetition_penalty",
+    "response_prefix": "continue_final_message",
+    "template_vars": "chat_template_kwargs",
 }
 
 # What chat_template_kwargs must not replace: these are the conversation, not an option of the template.
@@ -49,14 +118,29 @@ def refuse_unsupported(request: SamplingFields) -> None:
     Raises:
         UnsupportedParameter: names the field.
     """
-    extra = request.model_extra or {}
-    for name, harmless in REFUSED.items():
-        value = extra.get(name)
-        if value is not None and not any(value == item and type(value) is type(item) for item in harmless):
-            raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    refuse_fields(request.model_extra)
     options = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
     for name in options.model_extra or {} if options else {}:
         if name in _TEMPLATE_RESERVED:
             raise UnsupportedParameter(
                 f"chat_template_kwargs.{name} cannot be set; use the request's own fields.", param="chat_template_kwargs"
             )
+
+
+def refuse_fields(unknown: Mapping[str, Any] | None, param: str | None = None) -> None:
+    """Refuses fields of `REFUSED` unless their value asks for nothing.
+
+    Args:
+        unknown: fields of a body that its class does not have.
+        param: the field that they stand in, if not in the body itself.
+
+    Raises:
+        UnsupportedParameter: names the field, and what to use instead where there is something.
+    """
+    for name, value in (unknown or {}).items():
+        if value is None or name not in REFUSED:
+            continue
+        if not any(value == item and type(value) is type(item) for item in REFUSED[name]):
+            shown = name if param is None else f"{param}.{name}"
+            advice = f"use {OWN_NAMES[name]}" if name in OWN_NAMES else "leave it out"
+            raise UnsupportedParameter(f"{shown} is not supported by this server; {advice}.", param=param or name)

@@ -10,7 +10,8 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
 from services.gateway.formats import Body
-from services.gateway.schemas import Effort, Number
+from services.gateway.refusals import refuse_fields
+from services.gateway.schemas import Effort, Number, with_sampling
 
 
 class ResponseTool(Body):
@@ -77,7 +78,7 @@ class ResponsesBody(Body):
     user: str | None = None
 
 
-_REFUSED = ("conversation", "prompt", "max_tool_calls")
+_REFUSED = ("conversation", "prompt", "max_tool_calls", "top_logprobs")
 
 
 def check(body: ResponsesBody) -> None:
@@ -91,8 +92,9 @@ def check(body: ResponsesBody) -> None:
     if body.truncation == "auto":
         raise UnsupportedParameter("truncation auto is not supported; shorten the input.", param="truncation")
     for name in _REFUSED:
-        if (body.model_extra or {}).get(name) is not None:
+        if (body.model_extra or {}).get(name) not in (None, 0):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    refuse_fields(body.model_extra)
     for index, tool in enumerate(body.tools or []):
         if tool.type != "function":
             raise UnsupportedParameter(f"tools[{index}] has type {tool.type!r}; this server takes functions only.", param=f"tools[{index}]")
@@ -123,7 +125,7 @@ def chat_fields(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str
                 raise MissingParameter("text.format.schema is missing.", param="text")
             form["json_schema"] = {"name": wanted.name or "answer", "schema": wanted.schema_}
         fields["response_format"] = form
-    return fields
+    return with_sampling(fields, body)
 
 
 # Fields of the chat request → fields of this one, for errors.

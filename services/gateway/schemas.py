@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
+from prometheus_client import Counter
 from pydantic import Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
@@ -220,7 +222,7 @@ def parse(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
         request = schema.model_validate(body)
     except ValidationError as error:
         raise _readable(error) from None
-    _note_unknown(schema, request)
+    _note_unknown(request)
     return request
 
 
@@ -253,14 +255,45 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-_noted: set[tuple[str, str]] = set()
+# Of the whole process, because checking a body knows no gateway: what clients say and nobody hears.
+UNKNOWN_FIELDS = Counter("glm53_gateway_unknown_fields", "Fields of requests that the URL has no such field for.", ["field"], registry=None)
+_noted: set[str] = set()
 _MAX_NOTED = 256
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 
 
-def _note_unknown(schema: type[Body], request: Body) -> None:
-    """Says once per name that a field is ignored."""
+def _note_unknown(request: Body) -> None:
+    """Counts unknown fields, and says once per name that they are ignored. Names come from clients: few, short and plain ones count."""
     for name in request.model_extra or {}:
-        key = (schema.__name__, name[:80])
-        if key not in _noted and len(_noted) < _MAX_NOTED:
-            _noted.add(key)
-            log.debug("ignoring the unknown field %s", key[1])
+        if name not in _noted:
+            if len(_noted) >= _MAX_NOTED or not _FIELD_NAME.match(name):
+                UNKNOWN_FIELDS.labels("other").inc()
+                continue
+            _noted.add(name)
+            log.debug("ignoring the unknown field %s", name)
+        UNKNOWN_FIELDS.labels(name).inc()
+
+
+# What clients of vLLM and SGLang also send to the APIs of OpenAI and Anthropic that have no such fields.
+_SAMPLING = (
+    "frequency_penalty",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "priority",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+    "stop",
+    "stop_token_ids",
+    "top_k",
+)
+
+
+def with_sampling(fields: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Fields of a chat request, with the sampling fields that a body of another API has beyond its own."""
+    extra = body.model_extra or {}
+    return fields | {name: extra[name] for name in _SAMPLING if name in extra and fields.get(name) is None}

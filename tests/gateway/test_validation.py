@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.gateway.refusals import REFUSED
+from services.gateway.native_schemas import NativeSampling
+from services.gateway.refusals import OWN_NAMES, REFUSED
+from services.gateway.schemas import ChatRequest
 from tests.gateway.fake_worker import Finish, Say
 from tests.gateway.stack import HELLO, MODEL, Stack
 
@@ -219,6 +221,63 @@ def test_fields_that_cannot_be_honoured_are_refused_but_their_neutral_values_pas
     assert error["code"] == "unsupported_parameter"
     for neutral in (None, *REFUSED[name]):
         assert stack.post(path, **{name: neutral}).status_code == 200
+
+
+OTHERS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/responses", {"model": "tiny", "input": "Hello"}, None),
+    ("/v1/messages", {"model": "tiny", "messages": HELLO, "max_tokens": 5}, None),
+    ("/generate", {"text": "Hello"}, None),
+    ("/generate", {"text": "Hello"}, "sampling_params"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "inside"), OTHERS)
+def test_the_other_apis_refuse_the_same_fields(stack: Stack, path: str, body: dict[str, Any], inside: str | None) -> None:
+    """Whatever the URL, what cannot be honoured is refused by name, and nothing runs."""
+    own = set(NativeSampling.model_fields) if inside else set()
+    for name in sorted(REFUSED.keys() - own):
+        field = {name: {"some": "thing"}}
+        refused = stack.http.post(path, json=body | ({inside: field} if inside else field))
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", inside or name)
+        assert name in error["message"]
+    assert not stack.worker.requests
+    neutral = {name: values[0] for name, values in REFUSED.items() if values and name not in own}
+    assert stack.http.post(path, json=body | ({inside: neutral} if inside else neutral)).status_code == 200
+
+
+def test_a_refusal_names_what_to_use_instead(stack: Stack) -> None:
+    """Other servers' names of what this one has are answered with its own name, and that one exists."""
+    known = set(SHARED) | set(CHAT_ONLY) | set(TEXT_ONLY) | set(ChatRequest.model_fields)
+    for name, other in OWN_NAMES.items():
+        assert f"use {other}" in check_error(stack.post(**{name: {"some": "thing"}}), name)["message"]
+        assert set(other.split(" and ")) <= known
+
+
+@pytest.mark.parametrize(("path", "body"), [entry[:2] for entry in OTHERS[:2]])
+def test_sampling_fields_count_on_the_other_apis(stack: Stack, path: str, body: dict[str, Any]) -> None:
+    """Responses and messages take vLLM's sampling fields too, checked as in chat."""
+    assert stack.http.post(path, json=body | {"seed": 7, "top_k": 3, "stop": ["x"], "min_p": 0.1, "priority": -1}).status_code == 200
+    got = stack.sampling
+    assert (got.seed, got.top_k, list(got.stop), got.min_p) == (7, 3, ["x"], pytest.approx(0.1))
+    refused = stack.http.post(path, json=body | {"min_p": 7})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_p")
+
+
+def test_unknown_fields_are_counted_by_name(stack: Stack) -> None:
+    """/metrics tells which fields clients send in vain; odd names, which could be anything, count together."""
+
+    def counted(field: str) -> float:
+        for line in stack.http.get("/metrics").text.splitlines():
+            if line.startswith(f'glm53_gateway_unknown_fields_total{{field="{field}"}}'):
+                return float(line.split()[-1])
+        return 0.0
+
+    named, other = counted("cache_salt"), counted("other")
+    stack.post(cache_salt="secret", **{"my password is": 1, "x" * 65: 2})
+    stack.post("/v1/completions", cache_salt="secret")
+    assert (counted("cache_salt") - named, counted("other") - other) == (2, 2)
+    assert "password" not in stack.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("path", BOTH)
