@@ -69,9 +69,9 @@ step "kernel tests"
 pytest=("$python" -m pytest -c /dev/null --rootdir=. -p no:cacheprovider -q -ra)
 # The pool's tests look at time and CPU use, so they run alone.
 # shellcheck disable=SC2086
-timeout 60 "${pytest[@]}" $spread tests/kernels --ignore=tests/kernels/test_pool.py --ignore=tests/kernels/test_pool_scheduling.py \
+timeout "${TESTS_S:-60}" "${pytest[@]}" $spread tests/kernels --ignore=tests/kernels/test_pool.py --ignore=tests/kernels/test_pool_scheduling.py \
   >"$out/kernel_tests.log" 2>&1 || status=1
-timeout 45 "${pytest[@]}" tests/kernels/test_pool.py tests/kernels/test_pool_scheduling.py >>"$out/kernel_tests.log" 2>&1 || status=1
+timeout "${POOL_TESTS_S:-45}" "${pytest[@]}" tests/kernels/test_pool.py tests/kernels/test_pool_scheduling.py >>"$out/kernel_tests.log" 2>&1 || status=1
 grep -E '^(FAILED|ERROR)|passed|failed|error' "$out/kernel_tests.log" || true
 
 step "measurement"
