@@ -44,7 +44,7 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
         yield fail(
             "shared memory",
             f"{shm_dir} has {free / GIB:.1f} GiB free, the expert records need {need / GIB:.1f} GiB",
-            f"Make it at least {size} GiB: the size of the tmpfs volume in compose's .env, sizeLimit of the volume shm on Kubernetes,"
+            f"Make it at least {size} GiB: SHM_SIZE in compose's .env, sizeLimit of the volume shm on Kubernetes,"
             f" mount -o remount,size={size}G {shm_dir} on bare metal.",
         )
         return

@@ -55,7 +55,7 @@ def nvme_cap(machine: Machine) -> Iterator[Finding]:
         yield fail(
             "memory cap",
             "an nvme mode without a memory limit: the RAM tier is sized by it, and would take the whole host",
-            "Set one of 15 GiB or more (compose: MEMORY in .env; Kubernetes: limits.memory), or use GLM53_MODE=fast.",
+            "Set one of 15 GiB or more (compose: WORKER_MEMORY in .env; Kubernetes: limits.memory), or use GLM53_MODE=fast.",
         )
     elif memory.limit < MIN_NVME_CAP:
         yield fail(
