@@ -22,7 +22,7 @@ build() {
   local file flags pid pids=()
   for file in kernels/cpu/*.cpp; do
     case "$file" in
-      */text_ops*) continue ;;
+      */text_*) continue ;;
       *_avx2.cpp) flags=$avx2 ;;
       *_avxvnni.cpp) flags="$avx2 -mavxvnni" ;;
       *_avx512bw.cpp) flags=$avx512 ;;

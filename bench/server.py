@@ -102,7 +102,7 @@ def start(work: Path, *flags: str, env: Mapping[str, str] | None = None, wait: b
     log = work / f"serve-{port}-{time.monotonic_ns()}.log"
     state_dir = work / f"state-{port}"
     full_env = {**{k: v for k, v in os.environ.items() if not k.startswith("GLM53_")}, "GLM53_STATE_DIR": str(state_dir), **(env or {})}
-    command = [sys.executable, "-m", "cli.main", "serve", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "cli.start", "serve", "--port", str(port), *flags]
     began = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=full_env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)

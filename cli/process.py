@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.common.lifecycle import BOOT_FAILURES
@@ -30,6 +30,11 @@ def _die_with(parent: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)  # it died before we asked to be told
+
+
+def die_with_parent() -> Callable[[], None]:
+    """A `preexec_fn`: the child gets SIGTERM when this process dies, however it dies."""
+    return functools.partial(_die_with, os.getpid())
 
 
 def describe_exit(code: int) -> str:
@@ -64,6 +69,7 @@ class Service:
     next_start: float = 0.0
     started_at: float = 0.0
     last_exit: int | None = None
+    killed: bool = False  # by us
     _backoff_s: float = BACKOFF_FIRST_S
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
@@ -74,12 +80,13 @@ class Service:
 
     def start(self) -> None:
         """Starts the process in a session of its own: Ctrl-C reaches the supervisor alone, which then stops the services in order."""
+        self.killed = False
         self.process = subprocess.Popen(
             list(self.command),
             env=dict(self.env),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
-            preexec_fn=functools.partial(_die_with, os.getpid()),
+            preexec_fn=die_with_parent(),
         )
         self.started_at = time.monotonic()
 
@@ -126,6 +133,7 @@ class Service:
         """SIGKILL to the child's whole session."""
         if self.process is None:
             return
+        self.killed = True
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:

@@ -1,7 +1,8 @@
 """`glm53 serve`: supervises gateway, gpu_worker and cpu_expert on one machine.
 
 Start: worker and cpu_expert first, then the gateway, which answers /health with the progress while the model loads.
-A service that crashes is restarted with back-off; one that cannot boot (exit 3 or 78) stops everything with the same code.
+A service that crashes is restarted with back-off, which starts anew once it has run for a minute; one that cannot boot (exit 3 or 78) stops
+everything with the same code. A gateway or worker that served and then stops answering is killed and restarted (cli.liveness).
 Stop: gateway (finishes its streams), worker, cpu_expert; then the shared memory goes.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.instance import Instance
+from cli.liveness import Liveness
 from cli.process import Service, describe_exit
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
@@ -62,6 +64,7 @@ class Supervisor:
         }
         child_env["HOST"] = settings.host
         self._services = [Service(service, argv, child_env) for service, argv in (commands or default_commands()).items()]
+        self._liveness = self._watched(child_env)
         self._began = time.monotonic()
         self._announced = False
         self._last_step = ""
@@ -74,9 +77,17 @@ class Supervisor:
             self._check_port()
             code = self._watch(signals)
         finally:
+            if self._liveness is not None:
+                self._liveness.close()
             self._stop(signals)
             self._instance.release()
         return code
+
+    def _watched(self, env: Mapping[str, str]) -> Liveness | None:
+        known = {"gateway": f"{self._own_url()}/health/live", "gpu_worker": self._instance.worker_address}
+        addresses = {service.name: known[service.name] for service in self._services if service.name in known}
+        checks, period_s = self._settings.liveness_checks, self._settings.liveness_period_s
+        return Liveness(addresses, period_s, checks, env) if checks else None
 
     def _check_port(self) -> None:
         """Another program on our port would answer our own health checks: that must come out before anything is loaded.
@@ -111,15 +122,29 @@ class Supervisor:
                     log.info("starting %s again (restart %d)", service.name, service.restarts)
                     service.start()
                     self._record()
-            if not self._announced and (verdict := self._check_boot()) is not None:
+            if self._announced:
+                self._restart_wedged()
+            elif (verdict := self._check_boot()) is not None:
                 return verdict
+
+    def _restart_wedged(self) -> None:
+        """Kills what runs but does not answer; the loop above then starts it again."""
+        if self._liveness is None:
+            return
+        running = {s.name: s for s in self._services if s.process is not None}
+        pids = {name: service.process.pid for name, service in running.items() if service.process is not None}
+        for name, missed in self._liveness.wedged(pids):
+            period_s = self._settings.liveness_period_s
+            log.error("%s left %d questions in a row unanswered (one every %g s): killing it", name, missed, period_s)
+            running[name].kill()
 
     def _ended(self, service: Service, code: int) -> int | None:
         if service.hopeless:
             log.error("%s could not start (%s); its message is above. Stopping.", service.name, describe_exit(code))
             return code if code in BOOT_FAILURES else ExitCode.BOOT
         wait_s = max(0.0, service.next_start - time.monotonic())
-        log.warning("%s %s; starting it again in %.1f s", service.name, describe_exit(code), wait_s)
+        how = "was killed, since it did not answer" if service.killed else describe_exit(code)
+        log.warning("%s %s; starting it again in %.1f s", service.name, how, wait_s)
         return None
 
     def _record(self) -> None:
@@ -146,11 +171,14 @@ class Supervisor:
             return ExitCode.BOOT
         return None
 
-    def _health(self) -> dict[str, Any] | None:
+    def _own_url(self) -> str:
+        """Where our gateway is reached from this machine."""
         host = "127.0.0.1" if self._settings.host in ("0.0.0.0", "") else "[::1]" if self._settings.host == "::" else self._settings.host
-        url = f"http://{host}:{self._settings.port}/health"
+        return f"http://{host}:{self._settings.port}"
+
+    def _health(self) -> dict[str, Any] | None:
         try:
-            with _DIRECT.open(url, timeout=HEALTH_TIMEOUT_S) as reply:
+            with _DIRECT.open(f"{self._own_url()}/health", timeout=HEALTH_TIMEOUT_S) as reply:
                 return dict(json.load(reply))
         except urllib.error.HTTPError as error:
             try:

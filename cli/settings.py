@@ -44,6 +44,20 @@ class ServeSettings(ServiceSettings):
         validation_alias="GLM53_MODE",
         description="Expert placement; auto takes the fastest that fits and says why.",
     )
+    liveness_checks: int = Field(
+        6,
+        validation_alias="GLM53_LIVENESS_CHECKS",
+        ge=0,
+        le=1000,
+        description="A gateway or worker that served and then left so many questions in a row unanswered is restarted; 0: never.",
+    )
+    liveness_period_s: float = Field(
+        5.0,
+        validation_alias="GLM53_LIVENESS_PERIOD_S",
+        ge=0.1,
+        le=600,
+        description="Seconds between two of these questions, and the longest wait for an answer.",
+    )
 
     @property
     def instance_name(self) -> str:

@@ -71,6 +71,8 @@ PREFIXED: frozenset[str] = frozenset(
         # supervisor
         "GLM53_BOOT_TIMEOUT_S",
         "GLM53_DRAIN_TIMEOUT_S",
+        "GLM53_LIVENESS_CHECKS",
+        "GLM53_LIVENESS_PERIOD_S",
         "GLM53_STATE_DIR",
     }
 )

@@ -17,8 +17,10 @@ from typing import IO
 
 import pytest
 
+from cli import probe
 from cli.instance import Instance
-from cli.process import MAX_BOOT_FAILURES, Service, _die_with, describe_exit
+from cli.liveness import Liveness
+from cli.process import BACKOFF_FIRST_S, MAX_BOOT_FAILURES, STABLE_S, Service, _die_with, describe_exit
 from cli.serve import Supervisor
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
@@ -29,12 +31,12 @@ def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def wait_for(condition, timeout_s: float = 10.0) -> bool:
+def wait_for(condition, timeout_s: float = 10.0, every_s: float = 0.02) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
             return True
-        time.sleep(0.02)
+        time.sleep(every_s)
     return False
 
 
@@ -62,6 +64,21 @@ def test_a_crash_backs_off_and_is_not_hopeless() -> None:
         assert not service.hopeless
     assert waits == sorted(waits)
     assert waits[2] > 1.5
+
+
+def test_the_back_off_starts_anew_after_a_healthy_minute() -> None:
+    """A child that ran for STABLE_S was healthy: its next crash waits as briefly as the first, and earlier boot failures are forgotten."""
+    service = Service("x", python("raise SystemExit(3)"), dict(os.environ), was_ready=True)
+    for _ in range(3):
+        service.start()
+        ended(service)
+    assert service.next_start - time.monotonic() > 2 * BACKOFF_FIRST_S
+    service.start()
+    service.started_at -= STABLE_S
+    ended(service)
+    assert service.next_start - time.monotonic() <= BACKOFF_FIRST_S
+    assert service.boot_failures == 1
+    assert not service.hopeless
 
 
 @pytest.mark.parametrize("code", [ExitCode.BOOT, ExitCode.CONFIG])
@@ -262,7 +279,7 @@ READY = {"status": "ok", "model": "m", "mode": "fast", "mode_reason": "it fits"}
 SLEEP = "import signal, time; signal.signal(signal.SIGTERM, lambda *a: exit(0)); time.sleep(60)"
 
 
-def supervisor(tmp_path: Path, port: int, **programs: str) -> Supervisor:
+def supervisor(tmp_path: Path, port: int, settings: dict[str, str] | None = None, **programs: str) -> Supervisor:
     shm = tmp_path / "shm"
     shm.mkdir(exist_ok=True)
     env = {
@@ -271,6 +288,7 @@ def supervisor(tmp_path: Path, port: int, **programs: str) -> Supervisor:
         "GLM53_SHM_DIR": str(shm),
         "GLM53_STATE_DIR": str(tmp_path / "state"),
         "GLM53_BOOT_TIMEOUT_S": "20",
+        **(settings or {}),
     }
     return Supervisor(ServeSettings.load(env), env, {name: python(code) for name, code in programs.items()})
 
@@ -387,3 +405,152 @@ def test_a_closed_output_does_not_end_the_server(tmp_path: Path) -> None:
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == ExitCode.OK, log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+WORKER = """
+import os, signal
+from concurrent import futures
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+signal.signal(signal.SIGTERM, lambda *a: os._exit(0))
+server = grpc.server(futures.ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+servicer.set("", health_pb2.HealthCheckResponse.{status})
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port(os.environ["GLM53_WORKER_ADDRESS"])
+server.start()
+server.wait_for_termination()
+"""
+
+QUICK = {"GLM53_LIVENESS_PERIOD_S": "0.3", "GLM53_LIVENESS_CHECKS": "3"}
+
+
+@pytest.mark.parametrize("wedged", ["gateway", "gpu_worker"])
+def test_a_service_that_lives_but_does_not_answer_is_restarted(tmp_path: Path, caplog: pytest.LogCaptureFixture, wedged: str) -> None:
+    """A gateway or worker that served and then left the questions unanswered is killed with a log line, and comes back."""
+    port = free_port()
+    programs = {"gpu_worker": WORKER.format(status="SERVING"), "gateway": gateway(port, READY)}
+    run = supervisor(tmp_path, port, QUICK, **programs)
+    caplog.set_level("INFO")
+    services = {service.name: service for service in run._services}
+    pids: list[int] = []
+
+    def script() -> None:
+        assert run._liveness is not None
+        liveness = run._liveness
+        if wait_for(lambda: wedged in liveness._served, 30):
+            pids.append(liveness._served[wedged])
+            os.kill(pids[0], signal.SIGSTOP)
+            wait_for(lambda: services[wedged].restarts == 1 and liveness._served.get(wedged) not in (None, pids[0]), 30)
+            pids.append(liveness._served[wedged])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert f"{wedged} left 3 questions in a row unanswered (one every 0.3 s): killing it" in caplog.text
+    assert f"{wedged} was killed, since it did not answer" in caplog.text
+    assert len(set(pids)) == 2
+    assert all(service.restarts == (service.name == wedged) for service in run._services)
+
+
+def told(*lines: str) -> tuple[Liveness, list[str]]:
+    """A liveness count that hears these lines one by one."""
+    heard = list(lines)
+    liveness = Liveness({"gateway": "http://nowhere", "gpu_worker": "unix:/nowhere"}, 1.0, 3, {})
+    liveness._lines = lambda: [heard.pop(0)] if heard else []  # type: ignore[method-assign]
+    return liveness, heard
+
+
+def test_only_what_has_served_can_be_wedged() -> None:
+    """Silence while loading, after a restart, or with answers in between ends nobody; three silent questions after serving do, once."""
+    silent = ["gateway silent"] * 3
+    liveness, heard = told(*silent, "gateway alive", *silent, "gateway serving", *silent[:2], "gateway alive", *silent, *silent[:2])
+    found = []
+    while heard:
+        found += [(len(heard), *one) for one in liveness.wedged({"gateway": 7, "gpu_worker": 8})]
+    assert found == [(2, "gateway", 3)]
+    liveness, heard = told("gateway serving", *silent)
+    liveness.wedged({"gateway": 7})
+    while heard:
+        assert liveness.wedged({"gateway": 9}) == []  # another process of it, which has not served yet
+    liveness, heard = told("gateway serving", *silent)
+    while heard:
+        assert liveness.wedged({}) == []  # it does not run: the restart is under way already
+
+
+def test_a_probe_tells_serving_alive_and_silent(tmp_path: Path) -> None:
+    """Real questions to real services: a gateway that answers, one that is not there, a worker that serves, one that only lives."""
+    port = free_port()
+    ready = tmp_path / "ready.sock"
+    loading = tmp_path / "loading.sock"
+    programs = {
+        gateway(port, READY): {},
+        WORKER.format(status="SERVING"): {"GLM53_WORKER_ADDRESS": f"unix:{ready}"},
+        WORKER.format(status="NOT_SERVING"): {"GLM53_WORKER_ADDRESS": f"unix:{loading}"},
+    }
+    children = [subprocess.Popen(python(code), env={**os.environ, **env}) for code, env in programs.items()]
+    targets = {
+        "a": f"http://127.0.0.1:{port}/health/live",
+        "b": f"http://127.0.0.1:{free_port()}/health/live",
+        "c": f"unix:{ready}",
+        "d": f"unix:{loading}",
+    }
+    command = [sys.executable, "-m", "cli.probe", "0.5", *(f"{name}={address}" for name, address in targets.items())]
+    wanted = {"a": probe.SERVING, "b": probe.SILENT, "c": probe.SERVING, "d": probe.ALIVE}
+    found: dict[str, str] = {}
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asking:
+            assert asking.stdout is not None
+            for line in asking.stdout:
+                name, _, state = line.strip().partition(" ")
+                found[name] = state
+                if found == wanted:
+                    break
+            asking.kill()
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert found == wanted
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0])
+def test_ctrl_c_right_after_the_start_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    """Ctrl-C at any moment of the first two seconds after Python itself is up: no traceback, no process and no segment left."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    env = {
+        **os.environ,
+        "GLM53_SHM_DIR": str(shm),
+        "GLM53_STATE_DIR": str(tmp_path / "state"),
+        "GLM53_WORKER_ADDRESS": "",
+    }
+    command = [sys.executable, "-m", "cli.start", "serve", "--port", str(free_port())]
+    with (tmp_path / "log").open("w+b") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        assert wait_for(lambda: catches_sigint(server.pid), 20, 0.001)  # Python's own handler
+        assert wait_for(lambda: not catches_sigint(server.pid), 20, 0.001)  # ours is none, until `serve` takes over
+        time.sleep(after_s)
+        children = pids_below(server.pid)
+        server.send_signal(signal.SIGINT)
+        code = server.wait(60)
+    text = (tmp_path / "log").read_text()
+    assert "Traceback" not in text
+    assert "KeyboardInterrupt" not in text
+    assert code in (0, -signal.SIGINT), text
+    assert list(shm.iterdir()) == []
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children)), text
+
+
+def catches_sigint(pid: int) -> bool:
+    """True when the process has a handler for Ctrl-C."""
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
+def pids_below(pid: int) -> list[int]:
+    """The direct children of a process."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,95 @@
+"""Which services have stopped answering although their processes live."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from cli.probe import SERVING, SILENT
+from cli.process import die_with_parent
+
+RESTART_PROBE_AFTER_S = 5.0
+
+
+class Liveness:
+    """Counts unanswered questions, asked by a child process (cli.probe).
+
+    A service counts only once this process of it has said that it serves: what loads may be silent. Anything it says starts the count anew.
+
+    Args:
+        addresses: service name -> http:// URL or gRPC address.
+        period_s: between two questions, and the longest wait for an answer.
+        checks: unanswered questions in a row after which a service is wedged.
+        env: environment of the child.
+    """
+
+    def __init__(self, addresses: Mapping[str, str], period_s: float, checks: int, env: Mapping[str, str]) -> None:
+        targets = [f"{name}={address}" for name, address in addresses.items()]
+        self._command = [sys.executable, "-m", "cli.probe", str(period_s), *targets]
+        self._env = dict(env)
+        self._checks = checks
+        self._missed = dict.fromkeys(addresses, 0)
+        self._served: dict[str, int] = {}  # pid of the process that has served
+        self._buffer = b""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._next_start = 0.0
+
+    def wedged(self, pids: Mapping[str, int]) -> list[tuple[str, int]]:
+        """(service, unanswered questions) of each that is wedged; its count starts anew. Never waits.
+
+        pids: of the services that run.
+        """
+        for line in self._lines():
+            name, _, state = line.partition(" ")
+            if name in self._missed and name in pids:
+                self._note(name, state, pids[name])
+        found = [(name, missed) for name, missed in self._missed.items() if missed >= self._checks]
+        for name, _ in found:
+            self._missed[name] = 0
+        return found
+
+    def _note(self, name: str, state: str, pid: int) -> None:
+        if state == SERVING:
+            self._served[name] = pid
+        armed = self._served.get(name) == pid
+        self._missed[name] = self._missed[name] + 1 if state == SILENT and armed else 0
+
+    def _lines(self) -> list[str]:
+        if self._child is None or self._child.poll() is not None:
+            self._start()
+        assert self._child is not None
+        assert self._child.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            if not selector.select(0):
+                return []
+        *whole, self._buffer = (self._buffer + os.read(self._child.stdout.fileno(), 65536)).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def _start(self) -> None:
+        """A probe that ended is started again, not in a tight loop."""
+        if time.monotonic() < self._next_start:
+            return
+        self.close()
+        self._next_start = time.monotonic() + RESTART_PROBE_AFTER_S
+        self._child = subprocess.Popen(
+            self._command,
+            env=self._env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
+        )
+
+    def close(self) -> None:
+        """Ends the child."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait(10)
+            assert self._child.stdout is not None
+            self._child.stdout.close()
+            self._child, self._buffer = None, b""
