@@ -1,7 +1,7 @@
 """The bounded, fair waiting line in front of the engine.
 
 Deficit round robin by tokens over keys (who asks), inside priority bands. Waiting ages a request: after `ageing_s` it counts as one band
-better, so that a lower band is slowed down, never starved. No key may take the whole line.
+better, so that a lower band is slowed down, never starved. No key may take the whole line; where nobody has a key, everybody together may.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FairQueue:
 
     def __init__(self, max_queued: int, ageing_s: float = 10.0) -> None:
         self._max_queued = max_queued
-        # A quarter of the line is out of reach for any single key.
+        # A quarter of the line is out of reach for any single key. Requests without one come from who knows how many people.
         self._max_per_key = max(1, max_queued - max_queued // 4)
         self._ageing_s = ageing_s
         self._lines: OrderedDict[str, _Line] = OrderedDict()
@@ -82,7 +82,7 @@ class FairQueue:
                 f"{self._size} requests are waiting, the most that this worker keeps: try again later",
                 retry_after_s=self.wait_s(tokens_per_s, running_tokens),
             )
-        if line is not None and len(line.requests) >= self._max_per_key:
+        if key and line is not None and len(line.requests) >= self._max_per_key:
             raise QueueFull(
                 f"{len(line.requests)} requests of this key are waiting, the most for one key: try again later",
                 retry_after_s=self.wait_s(tokens_per_s, running_tokens),

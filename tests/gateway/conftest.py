@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from tests.gateway.fake_worker import Script
 from tests.gateway.stack import Stack
+
+# Properties are about values: how long an example takes says something about the machine's other work only.
+settings.register_profile("values", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("values")
 
 
 @pytest.fixture(scope="session")

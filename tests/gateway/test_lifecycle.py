@@ -272,14 +272,16 @@ def test_a_stream_that_outlives_the_drain_ends_with_an_error(stack: Stack, proce
 
 
 @pytest.mark.e2e
-def test_an_idle_gateway_stops_at_once(process: Process) -> None:
-    """SIGINT with nothing to do: exit code 0 within two seconds; the settings were printed with their sources."""
-    process.url()
-    began = time.monotonic()
-    process.process.send_signal(signal.SIGINT)
-    assert process.process.wait(10) == 0
-    assert time.monotonic() - began < 2
-    assert any("GLM53_DRAIN_TIMEOUT_S" in str(line["msg"]) and "3.0 (environment)" in str(line["msg"]) for line in process.lines)
+def test_an_idle_gateway_stops_at_once(stack: Stack) -> None:
+    """SIGINT with nothing to do: exit code 0 long before the drain timeout; the settings were printed with their sources."""
+    idle = Process(stack.worker.address, GLM53_DRAIN_TIMEOUT_S="60")
+    try:
+        idle.url()
+        idle.process.send_signal(signal.SIGINT)
+        assert idle.process.wait(40) == 0
+        assert any("GLM53_DRAIN_TIMEOUT_S" in str(line["msg"]) and "60.0 (environment)" in str(line["msg"]) for line in idle.lines)
+    finally:
+        idle.close()
 
 
 @pytest.mark.e2e

@@ -105,6 +105,15 @@ def test_one_key_cannot_fill_the_queue() -> None:
     put(queue, make("other"))
 
 
+def test_without_keys_the_whole_queue_is_there() -> None:
+    """Where nobody is asked for a key, requests without one fill every place."""
+    queue = FairQueue(8)
+    for i in range(8):
+        put(queue, make("", number=i))
+    with pytest.raises(QueueFull, match="8 requests are waiting"):
+        put(queue, make("", number=8))
+
+
 def test_expired_and_removed_requests_leave() -> None:
     """Expired requests are handed out once, removed ones not at all, and the account of tokens stays right."""
     queue = FairQueue(8)
