@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# tracing.py has what this server tells about its requests.
+_NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 _LIMIT_HEADERS = [f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
 
 
@@ -78,9 +81,10 @@ def create_app(
             if traces is not None:
                 await tracing.shut_down(traces)
 
-    app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY)
     app.state.services = services
     app.state.stores = Stores.of(services.link)
+    app.router.routes.extend(routes.plain_routes)
     for module in (routes, native, responses, anthropic, openapi):
         app.include_router(module.router)
     app.include_router(admin.router)
@@ -179,7 +183,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         request.app.state.services.metrics.refusals.labels(error.code).inc()
     if errors.http_of(error).status >= 500:
         log.warning("%s: %s", type(error).__name__, error.message)
-    return response_for(request.url.path, error)
+    return response_for(request.scope["path"], error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

@@ -32,7 +32,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     if not data.strip():
         raise InvalidJson("The body is empty; send a JSON object.")
     try:
-        value = json.loads(data, parse_constant=_refuse_constant)
+        value = _DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
     except RecursionError:
         raise InvalidJson("The body is nested too deeply.") from None
     except ValueError as error:
@@ -64,6 +64,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON value")
+
+
+# Made once: json.loads with options makes a decoder for every call.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _encodable(value: Any) -> Any:

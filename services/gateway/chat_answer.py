@@ -50,7 +50,10 @@ class ParsedChoice:
 
     def take(self, tokens: Sequence[pb.Token]) -> list[Delta]:
         """New tokens → deltas."""
-        return self._keep([delta for token in tokens for delta in self.parser.feed(token.id, token.piece)])
+        feed = self.parser.feed
+        if len(tokens) == 1:
+            return self._keep(feed(tokens[0].id, tokens[0].piece))
+        return self._keep([delta for token in tokens for delta in feed(token.id, token.piece)])
 
     def finish(self, finished: pb.Finished) -> list[Delta]:
         """The end → the last deltas."""
@@ -79,7 +82,7 @@ class ParsedChoice:
 
     def _keep(self, deltas: list[Delta]) -> list[Delta]:
         shown: list[Delta] = []
-        for delta in merged(deltas):
+        for delta in deltas if len(deltas) < 2 else merged(deltas):
             self.message.add(delta)
             if not isinstance(delta, ContentWasReasoning):
                 shown.append(delta)
@@ -194,9 +197,9 @@ class _Choice:
         if self._echo and deltas:
             parts.append(self._part({"content": self._echo}, None))
             self._echo = ""
-        shown = self._options.show_reasoning
-        visible = [delta for delta in deltas if shown or not (isinstance(delta, TextDelta) and delta.channel is Channel.REASONING)]
-        return parts + [self._part(self._json(delta), None) for delta in visible]
+        if not self._options.show_reasoning:
+            deltas = [delta for delta in deltas if not (isinstance(delta, TextDelta) and delta.channel is Channel.REASONING)]
+        return parts + [self._part(self._json(delta), None) for delta in deltas]
 
     def _part(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         if not self._role_sent:

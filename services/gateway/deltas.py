@@ -76,15 +76,15 @@ class Message:
 
     def add(self, delta: Delta) -> None:
         """Joins one more delta."""
-        if isinstance(delta, ToolCallStart):
+        if isinstance(delta, TextDelta):
+            self._text[delta.channel].append(delta.text)
+        elif isinstance(delta, ToolCallStart):
             self.tool_calls.append(ToolCall(delta))
         elif isinstance(delta, ToolArguments):
             self.tool_calls[delta.index].add(delta.text)
-        elif isinstance(delta, ContentWasReasoning):
+        else:
             self._text[Channel.REASONING] += self._text[Channel.CONTENT]
             self._text[Channel.CONTENT] = []
-        else:
-            self._text[delta.channel].append(delta.text)
 
     @property
     def reasoning(self) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from services.common.errors import Glm53Error
 from services.gateway import errors
+from services.gateway.json_response import JsonResponse
 
 # Anthropic's clients take the kind of an error from this shape; in OpenAI's they find none.
 _ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -21,11 +20,11 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def response_for(path: str, error: Glm53Error) -> JSONResponse:
+def response_for(path: str, error: Glm53Error) -> JsonResponse:
     """The error as a whole response to a request of `path`."""
     if path not in _ANTHROPIC_PATHS:
         return errors.response_of(error)
-    return JSONResponse(anthropic_body(error), errors.http_of(error).status, headers=errors.headers_of(error))
+    return JsonResponse(anthropic_body(error), errors.http_of(error).status, headers=errors.headers_of(error))
 
 
 def anthropic_body(error: Glm53Error) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 from services.common import errors
+from services.gateway.json_response import JsonResponse
 
 
 class InvalidJson(errors.InvalidRequest):
@@ -169,9 +168,9 @@ def body_of(error: errors.Glm53Error) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": http_of(error).type, "param": error.param, "code": error.code}}
 
 
-def response_of(error: errors.Glm53Error) -> JSONResponse:
+def response_of(error: errors.Glm53Error) -> JsonResponse:
     """The error as a whole response."""
-    return JSONResponse(body_of(error), http_of(error).status, headers=headers_of(error))
+    return JsonResponse(body_of(error), http_of(error).status, headers=headers_of(error))
 
 
 def headers_of(error: errors.Glm53Error) -> dict[str, str]:

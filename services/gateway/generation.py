@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -53,8 +53,16 @@ class Generation:
             Glm53Error: the worker refused it, or `abort` was called.
         """
         self._first = asyncio.create_task(self._read())
-        with self._abortable():
+        if self._abort_error is not None:
+            raise self._abort_error
+        self._reader = task = asyncio.current_task()
+        try:
             done, _ = await asyncio.wait({self._first}, timeout=timeout_s)
+        except asyncio.CancelledError:
+            self._raise_abort(task)
+            raise
+        finally:
+            self._reader = None
         if done:
             self._first.result()
 
@@ -64,12 +72,20 @@ class Generation:
         Raises:
             Glm53Error: what the worker raised; that it is gone; what `abort` was given.
         """
-        with self._abortable():
+        if self._abort_error is not None:
+            raise self._abort_error
+        self._reader = task = asyncio.current_task()
+        try:
             if self._first is None:
                 event = await self._read()
             else:
                 event = await self._first
                 self._first = None
+        except asyncio.CancelledError:
+            self._raise_abort(task)
+            raise
+        finally:
+            self._reader = None
         kind = event.WhichOneof("event")
         if kind == "tokens":
             self.last_token_at = time.monotonic()
@@ -106,21 +122,12 @@ class Generation:
             self._failed(error)
             raise
 
-    @contextlib.contextmanager
-    def _abortable(self) -> Iterator[None]:
-        """Inside, `abort` cancels the waiting task, which then raises abort's error instead of its cancellation."""
-        if self._abort_error is not None:
-            raise self._abort_error
-        task = self._reader = asyncio.current_task()
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._abort_error is None or task is None:
-                raise
-            task.uncancel()
-            raise self._abort_error from None
-        finally:
-            self._reader = None
+    def _raise_abort(self, reader: asyncio.Task[Any] | None) -> None:
+        """Raises abort's error instead of the cancellation by which `abort` reached the waiting task."""
+        if self._abort_error is None or reader is None:
+            return
+        reader.uncancel()
+        raise self._abort_error from None
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

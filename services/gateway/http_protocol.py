@@ -1,15 +1,53 @@
-"""HTTP/1.1 by httptools, with a bound on what a client may send before any of it can be used.
+"""HTTP/1.1 by httptools, with a bound on what a client may send before any of it can be used, and a response's head sent with its body.
 
 httptools itself keeps a header that never ends, and a body's trailers, for as long as the client sends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 log = logging.getLogger(__name__)
+
+
+class HeadWithBody:
+    """A transport that keeps a response's head back until the next write, which follows at once: one packet instead of two.
+
+    Args:
+        transport: writes.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._loop = asyncio.get_running_loop()
+        self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends `data`, after what was kept back."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n"):
+            self._head = data
+            # No later than this round of the loop, whatever comes after it.
+            self._loop.call_soon(self._flush)
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Closes when everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._head:
+            self.write(b"")
 
 
 def protocol_with(max_head_bytes: int) -> type[HttpToolsProtocol]:
@@ -25,6 +63,9 @@ def protocol_with(max_head_bytes: int) -> type[HttpToolsProtocol]:
         _held_bytes = 0
         _handed_on = False
         _in_head = False
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(cast("asyncio.Transport", HeadWithBody(transport)))
 
         def data_received(self, data: bytes) -> None:
             self._handed_on = False

@@ -15,6 +15,7 @@ from services.gateway.accept import Ready, check_model, read_body, ready_for, se
 from services.gateway.access.keys import ApiKey
 from services.gateway.idempotency import once
 from services.gateway.metrics import CONTENT_TYPE
+from services.gateway.plain_route import PlainRoute
 from services.gateway.refusals import refuse_unsupported
 from services.gateway.run import respond
 from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, parse
@@ -23,7 +24,6 @@ from services.gateway.services import Services
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """An answer to a conversation."""
     raw = await read_body(request)
@@ -37,7 +37,6 @@ async def chat_completions(request: Request) -> Response:
     return await once(request, raw, answer)
 
 
-@router.post("/v1/completions")
 async def text_completions(request: Request) -> Response:
     """A continuation of a text."""
     raw = await read_body(request)
@@ -48,6 +47,13 @@ async def text_completions(request: Request) -> Response:
         return await respond(request, services_of(request), job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
+
+
+# What most requests ask for.
+plain_routes = [
+    PlainRoute("/v1/chat/completions", chat_completions, methods=["POST"]),
+    PlainRoute("/v1/completions", text_completions, methods=["POST"]),
+]
 
 
 @router.get("/v1/models")

@@ -6,13 +6,14 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from services.common.errors import Glm53Error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Answer
 from services.gateway.choices import Choices, Open
 from services.gateway.generation import until_disconnect
+from services.gateway.json_response import JsonResponse
 from services.gateway.services import Job, Scoring, Services
 from services.gateway.sse import EventStreamResponse, StreamPlan
 from services.gateway.worker_client import WorkerClient
@@ -36,7 +37,7 @@ async def respond(
         await _complete(request, choices, job.answer, ended)
         if finishing is not None:
             await finishing()
-        return JSONResponse(job.answer.response())
+        return JsonResponse(job.answer.response())
     try:
         await until_disconnect(request.receive, choices.verdict(_VERDICT_S))
     except BaseException as error:

@@ -41,6 +41,7 @@ class GatewayServer(uvicorn.Server):
                 lifespan="on",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from services.common.errors import Glm53Error
 from services.gateway import errors
+from services.gateway.json_response import json_bytes
 
 
 def data_event(payload: dict[str, Any]) -> bytes:
     """One event without a name."""
-    return b"data: " + _json(payload) + b"\n\n"
+    return b"data: " + json_bytes(payload) + b"\n\n"
 
 
 def named_event(payload: dict[str, Any]) -> bytes:
     """One event that is named by its `type`."""
     return b"event: " + str(payload["type"]).encode() + b"\n" + data_event(payload)
-
-
-# Made once: json.dumps with options makes an encoder for every call.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-
-
-def _json(payload: dict[str, Any]) -> bytes:
-    return _ENCODER.encode(payload).encode()
 
 
 class Wire:

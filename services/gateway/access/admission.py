@@ -92,6 +92,8 @@ class AccessPolicy:
 
     def settle_later(self, admission: Admission) -> None:
         """Settles beside the request: the client does not wait for the books."""
+        if not admission.owes:
+            return
         task = asyncio.create_task(admission.settle())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -155,9 +157,14 @@ class Admission:
         """A charged generation has taken so many tokens, or has done so when it was cut off."""
         self._real_tokens += tokens
 
+    @property
+    def owes(self) -> bool:
+        """True when there may be something to settle."""
+        return self._charged and bool(self._limits or self._lease is not None)
+
     async def settle(self) -> None:
         """Corrects the charge by what was really used."""
-        if not self._charged or (not self._limits and self._lease is None):
+        if not self.owes:
             return
         difference = self._real_tokens - self._charged_tokens
         corrections = [Charge(limit, difference) for limit in self._limits if limit.unit == "tokens" and difference]
