@@ -54,9 +54,11 @@ clean: ## Remove everything that was built or installed here
 setup: .state/serve proto kernels
 setup-dev: .state/dev .state/node-clients .state/checkov proto kernels
 
+setup-dev: KERNEL_ARGS = --test
+
 proto: .state/proto ## Generate the gRPC stubs
-kernels: .state/serve ## Build the C++ kernels
-	@$(PY) tools/build_kernels.py
+kernels: .state/serve ## Build the C++ kernels, and the GPU kernels where there are nvcc and a GPU (always for the tests)
+	@$(PY) tools/build_kernels.py $(KERNEL_ARGS)
 
 # Stamps: a step runs again only when what it depends on has changed.
 .state/debian: tools/debian_packages.sh

@@ -1,7 +1,7 @@
 """Configures (once) and builds kernels/ with the pinned cmake and ninja of the virtual environment.
 
-Where nvcc is found, the GPU kernels are built too, for every supported architecture. `--cuda 90` builds them for one alone (quick work),
-`--cuda none` leaves them out; the choice stays until it is made anew with `--cuda all`.
+The GPU kernels are built where nvcc is found, on a machine with an NVIDIA GPU, and everywhere for the tests (`--test`). `--cuda all` builds
+them for every supported architecture, `--cuda 90` for one alone (quick work), `--cuda none` leaves them out; such a choice stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "kernels"
 BIN = Path(sys.executable).parent
 CUDA_ARCHITECTURES = ("86", "89", "90", "120")
-CUDA_CHOICE = BUILD / "cuda_choice"
+CUDA_CHOICE = BUILD / "cuda_choice"  # what `--cuda` said last
+CUDA_BUILT = BUILD / "cuda_built"  # what the build folder is configured for
+GPU_DEVICE = Path("/dev/nvidiactl")
 
 
 def find_nvcc() -> str | None:
@@ -26,8 +28,16 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or next((found for home in homes if home and (found := shutil.which("nvcc", path=f"{home}/bin"))), None)
 
 
+def choose(asked: str | None, recorded: str | None, built: str | None, wanted: bool) -> str:
+    """all, none, or architectures such as 90 or 86,90.
+
+    asked: `--cuda`. recorded: what it said last. built: what there is already, which is not thrown away. wanted: by the tests or for a GPU.
+    """
+    return asked or recorded or ("all" if wanted else built or "none")
+
+
 def cuda_options(choice: str, nvcc: str | None) -> list[str]:
-    """CMake options for the GPU kernels. choice: all, none, or architectures such as 90 or 86,90."""
+    """CMake options for the GPU kernels."""
     if choice == "none" or nvcc is None:
         return ["-DGLM53_CUDA=OFF"]
     wanted = CUDA_ARCHITECTURES if choice == "all" else tuple(choice.split(","))
@@ -37,38 +47,44 @@ def cuda_options(choice: str, nvcc: str | None) -> list[str]:
     return ["-DGLM53_CUDA=ON", f"-DGLM53_CUDA_ARCHITECTURES={';'.join(wanted)}", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
 
 
-def configuration(choice: str, nvcc: str | None) -> str:
-    """What the build folder must have been configured with."""
-    return f"{choice} {nvcc}\n"
+def read(path: Path) -> str | None:
+    """The file's text, or None when there is no such file."""
+    return path.read_text().strip() if path.exists() else None
 
 
-def recorded_choice() -> str:
-    """The `--cuda` choice of the last build; all when nothing was built yet."""
-    return CUDA_CHOICE.read_text().split()[0] if CUDA_CHOICE.exists() else "all"
+def skipped(choice: str, nvcc: str | None) -> str | None:
+    """Why the GPU kernels are not built, or None when they are."""
+    if nvcc is None:
+        return "nvcc is not on PATH, nor in CUDA_HOME or /usr/local/cuda"
+    return (
+        "no NVIDIA GPU here, or left out by choice (`python tools/build_kernels.py --cuda all` builds them)" if choice == "none" else None
+    )
 
 
 def main() -> int:
     """Builds quietly; shows the compiler's output when something fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cuda", help="all, none, or compute capabilities such as 90 or 86,90 (default: what was chosen last, else all)")
+    parser.add_argument("--cuda", help="all, none, or compute capabilities such as 90 or 86,90; stays until it is given again")
+    parser.add_argument("--test", action="store_true", help="build the GPU kernels also on a machine without a GPU")
     args = parser.parse_args()
     nvcc = find_nvcc()
-    recorded = CUDA_CHOICE.read_text() if CUDA_CHOICE.exists() else ""
-    choice = args.cuda or recorded_choice()
+    built = read(CUDA_BUILT)
+    choice = choose(args.cuda, read(CUDA_CHOICE), built, args.test or GPU_DEVICE.exists())
+    now = choice if nvcc is not None else "none"
     steps = [[str(BIN / "cmake"), "--build", str(BUILD)]]
-    if not (BUILD / "build.ninja").exists() or recorded != configuration(choice, nvcc):
+    if not (BUILD / "build.ninja").exists() or (built or "none") != now:
         generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}"]
-        options = cuda_options(choice, nvcc)
-        steps.insert(0, [str(BIN / "cmake"), "-S", str(ROOT / "kernels"), "-B", str(BUILD), *generator, *options])
-        print("Building the kernels", flush=True)
-        if nvcc is None:
-            print("The GPU kernels are skipped: nvcc is not on PATH, nor in CUDA_HOME or /usr/local/cuda", flush=True)
+        steps.insert(0, [str(BIN / "cmake"), "-S", str(ROOT / "kernels"), "-B", str(BUILD), *generator, *cuda_options(choice, nvcc)])
+        reason = skipped(choice, nvcc)
+        print("Building the kernels" + (f". The GPU kernels are skipped: {reason}" if reason else ""), flush=True)
     for step in steps:
         done = subprocess.run(step, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             print(done.stdout + done.stderr, file=sys.stderr)
             return done.returncode
-    CUDA_CHOICE.write_text(configuration(choice, nvcc))
+    CUDA_BUILT.write_text(now + "\n")
+    if args.cuda:
+        CUDA_CHOICE.write_text(args.cuda + "\n")
     return 0
 
 

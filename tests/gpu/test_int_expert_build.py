@@ -9,18 +9,34 @@ from kernels.python.exl3 import Codebook
 from kernels.python.expert import ExpertShape
 from tools import build_kernels
 
-built = pytest.mark.skipif(not cuda_expert.is_built(), reason="libglm53_cuda.so is not built: no nvcc, or `build_kernels --cuda none`")
+built = pytest.mark.skipif(not cuda_expert.is_built(), reason="libglm53_cuda.so is not built: no nvcc, or nobody asked for it")
 
 
 def test_the_library_is_built_where_nvcc_is() -> None:
-    """`make kernels` has compiled the GPU kernels for every architecture that was chosen."""
-    nvcc = build_kernels.find_nvcc()
-    choice = build_kernels.recorded_choice()
-    if nvcc is None or choice == "none":
-        pytest.skip("nvcc is not installed" if nvcc is None else "left out by `build_kernels --cuda none`")
-    expected = build_kernels.CUDA_ARCHITECTURES if choice == "all" else tuple(choice.split(","))
+    """`make test` has compiled the GPU kernels for every architecture that was chosen, and says so when it could not."""
+    reason = build_kernels.skipped(build_kernels.read(build_kernels.CUDA_BUILT) or "none", build_kernels.find_nvcc())
+    if reason is not None:
+        pytest.skip(f"the GPU kernels are skipped: {reason}")
+    built = build_kernels.read(build_kernels.CUDA_BUILT)
+    assert built is not None
     assert cuda_expert.is_built()
-    assert tuple(cuda_expert.architectures()) == expected
+    assert cuda_expert.architectures() == list(build_kernels.CUDA_ARCHITECTURES if built == "all" else built.split(","))
+
+
+@pytest.mark.parametrize(
+    ("asked", "recorded", "built", "wanted", "choice"),
+    [
+        (None, None, None, False, "none"),
+        (None, None, None, True, "all"),
+        (None, None, "all", False, "all"),
+        (None, "90", None, True, "90"),
+        (None, "none", "all", True, "none"),
+        ("86,90", "none", "all", False, "86,90"),
+    ],
+)
+def test_what_is_built(asked: str | None, recorded: str | None, built: str | None, wanted: bool, choice: str) -> None:
+    """A word of the user counts most and stays; else the tests and a GPU want everything, and what is built is kept."""
+    assert build_kernels.choose(asked, recorded, built, wanted) == choice
 
 
 @pytest.mark.parametrize(
