@@ -27,6 +27,11 @@ class ServeSettings(ServiceSettings):
         validation_alias="GLM53_STATE_DIR",
         description="Lock and socket of this instance; empty: /tmp/glm53-<user id>/<instance>.",
     )
+    root: str = Field(
+        "",
+        validation_alias="GLM53_ROOT",
+        description="Folder of this installation: relative paths, the shipped model's too, begin there; empty: the current one.",
+    )
     boot_timeout_s: float = Field(
         600.0,
         validation_alias="GLM53_BOOT_TIMEOUT_S",
@@ -38,11 +43,6 @@ class ServeSettings(ServiceSettings):
         validation_alias="GLM53_DRAIN_TIMEOUT_S",
         ge=0,
         description="Seconds that running requests get to finish on SIGTERM.",
-    )
-    mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
-        "auto",
-        validation_alias="GLM53_MODE",
-        description="Expert placement; auto takes the fastest that fits and says why.",
     )
     liveness_checks: int = Field(
         6,
@@ -57,6 +57,11 @@ class ServeSettings(ServiceSettings):
         ge=0.1,
         le=600,
         description="Seconds between two of these questions, and the longest wait for an answer.",
+    )
+    mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
+        "auto",
+        validation_alias="GLM53_MODE",
+        description="Expert placement; auto takes the fastest that fits and says why.",
     )
 
     @property

@@ -73,6 +73,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_DRAIN_TIMEOUT_S",
         "GLM53_LIVENESS_CHECKS",
         "GLM53_LIVENESS_PERIOD_S",
+        "GLM53_ROOT",
         "GLM53_STATE_DIR",
     }
 )

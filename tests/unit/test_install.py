@@ -1,0 +1,67 @@
+"""Bare metal: the install script, and serving from another folder than the installation's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import server as serving
+from services.common.lifecycle import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "install.sh"
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program with some variables more."""
+    words = [str(word) for word in command]
+    return subprocess.run(words, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=240)
+
+
+def test_the_script_explains_itself() -> None:
+    """--help tells what it does and ends well; an unknown option tells the same and does not."""
+    helped, wrong = run(SCRIPT, "--help"), run(SCRIPT, "--rocm")
+    assert (helped.returncode, wrong.returncode) == (0, 2)
+    assert "--cpu | --gpu" in helped.stdout
+    assert helped.stdout == wrong.stdout
+
+
+def test_the_gpu_way_says_what_it_needs(tmp_path: Path) -> None:
+    """Without nvcc the script ends before it installs anything for the GPU, and names the toolkit."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "sed", "grep", "cat"):
+        (programs / name).symlink_to(f"/usr/bin/{name}")
+    (programs / "make").write_text("#!/bin/sh\n")
+    (programs / "make").chmod(0o755)
+    done = run("/usr/bin/bash", SCRIPT, "--gpu", PATH=str(programs), CUDA_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert "CUDA toolkit" in done.stderr
+
+
+@pytest.mark.e2e
+def test_an_installation_serves_from_any_folder(tmp_path: Path) -> None:
+    """GLM53_ROOT is where the shipped checkpoint is found, wherever the command was given."""
+    port = serving.free_port()
+    env = {**os.environ, "GLM53_ROOT": str(ROOT), "GLM53_STATE_DIR": str(tmp_path / "state")}
+    log = tmp_path / "serve.log"
+    with log.open("wb") as out:
+        command = [str(Path(sys.executable).parent / "glm53"), "serve", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT)
+    server = serving.Server(f"http://127.0.0.1:{port}", port, f"p{port}", log, tmp_path / "state", process)
+    try:
+        server.wait_ready()
+        assert server.get_json("/v1/models")["data"][0]["id"] == "glm-5.3-tiny"
+    finally:
+        assert server.stop() == 0, server.tail()
+
+
+def test_a_root_that_is_none_is_refused(tmp_path: Path) -> None:
+    """The setting is named, with exit code 78."""
+    done = run(sys.executable, "-m", "cli.main", "serve", GLM53_ROOT=str(tmp_path / "missing"))
+    assert done.returncode == ExitCode.CONFIG
+    assert "GLM53_ROOT" in done.stdout + done.stderr
