@@ -62,6 +62,10 @@ const char* glm53_tier_verify(Glm53Tier* tier) {
   });
 }
 
+int glm53_tier_repair(Glm53Tier* tier, Glm53Arena* arena, uint64_t record, const void* data) {
+  return guarded(-1, [&] { return tier->engine.repair(*arena->impl, record, static_cast<const uint8_t*>(data)), 0; });
+}
+
 void glm53_tier_close(Glm53Tier* tier) { delete tier; }
 
 Glm53Server* glm53_server_attach(const char* ctl_path, const char* arena_path, const char* options) {

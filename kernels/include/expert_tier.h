@@ -26,6 +26,9 @@ ABI_API int glm53_tier_lane_up(const Glm53Tier* tier);
 /* JSON, valid until the next call on this thread. */
 ABI_API const char* glm53_tier_stats(Glm53Tier* tier);
 ABI_API const char* glm53_tier_verify(Glm53Tier* tier);
+/* Replaces a damaged record of the engine's arena between two passes; data: the record's bytes. arena: the one that the engine was made
+ * with. */
+ABI_API int glm53_tier_repair(Glm53Tier* tier, Glm53Arena* arena, uint64_t record, const void* data);
 /* Saves the heat, stops the threads. */
 ABI_API void glm53_tier_close(Glm53Tier* tier);
 

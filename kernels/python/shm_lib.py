@@ -47,6 +47,7 @@ def load() -> ctypes.CDLL:
         "glm53_tier_lane_up": ([pointer], boolean),
         "glm53_tier_stats": ([pointer], text),
         "glm53_tier_verify": ([pointer], text),
+        "glm53_tier_repair": ([pointer, pointer, u64, pointer], boolean),
         "glm53_tier_close": ([pointer], None),
         "glm53_server_attach": ([text, text, text], pointer),
         "glm53_server_step": ([pointer, u64], ctypes.c_int),

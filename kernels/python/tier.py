@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kernels.python import shm_lib, text_pass
 from kernels.python.arena import Arena
 from kernels.python.errors import raise_last
+from kernels.python.expert import ExpertShape
 from kernels.python.region import Region
 
 DEFAULT_SLOT_FRACTION = 3
@@ -168,6 +169,23 @@ class TierEngine:
         """
         engine = self._open()
         return self._json(self._library.glm53_tier_verify(engine.pointer))
+
+    def repair(self, layer: int, expert: int, data: npt.NDArray[np.uint8]) -> None:
+        """Replaces a record of the engine's own arena between two passes; a slot that holds a copy of it is emptied.
+
+        layer: the arena's layer index. data: uint8 [record_bytes of the layer]. Raises ValueError for another size.
+        """
+        engine = self._open()
+        shape_pointer = self._library.glm53_arena_shape(self._arena.pointer, layer)
+        if not shape_pointer or not 0 <= expert < self.experts_per_layer:
+            raise ValueError(f"layer {layer}, expert {expert}: the arena has no such record")
+        num_bytes = ExpertShape.from_buffer_copy(ctypes.string_at(shape_pointer, ctypes.sizeof(ExpertShape))).record_bytes
+        if data.dtype != np.uint8 or data.shape != (num_bytes,):
+            raise ValueError(f"data: expected uint8 [{num_bytes}], got {data.dtype} {list(data.shape)}")
+        held = np.ascontiguousarray(data)
+        record = layer * self.experts_per_layer + expert
+        if self._library.glm53_tier_repair(engine.pointer, self._arena.pointer, record, held.ctypes.data) != 0:
+            raise_last(self._library)
 
     def close(self) -> None:
         """Saves the heat and stops the engine's threads, once no other thread is inside a call. Closing twice is harmless."""

@@ -73,6 +73,12 @@ class Controller {
       if (slots_.record_in(slot) != SlotTable::kNone) visit(slot, static_cast<uint32_t>(slots_.record_in(slot)));
     }
   }
+  // Empties the slot that holds a copy of the record, if there is one. Not while a pass is under way.
+  void forget(uint32_t record) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    slots_.settle(pass_word_.value(), failed_pass_.load());
+    if (const int32_t slot = slots_.resident(record); slot != SlotTable::kNone) slots_.evict(slot, pass_word_.value());
+  }
   const char* backend_name() const { return backend_->name(); }
   const std::string& heat_note() const { return heat_note_; }
 

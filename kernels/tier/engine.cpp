@@ -187,6 +187,18 @@ VerifyReport TierEngine::verify() {
   return report;
 }
 
+void TierEngine::repair(Arena& arena, uint64_t record, const uint8_t* data) {
+  if (&arena != &arena_) throw Error(GLM53_INVALID, "repair: the arena is another engine's");
+  if (record >= arena.header().num_slots)
+    throw Error(GLM53_INVALID, format("record %llu: the arena has %llu", static_cast<unsigned long long>(record),
+                                      static_cast<unsigned long long>(arena.header().num_slots)));
+  const std::lock_guard<std::mutex> lock(forward_mutex_);
+  arena.rewrite_begin(record);
+  std::memcpy(arena.record(record), data, arena.shape(static_cast<uint32_t>(record / arena.header().experts_per_layer)).record_bytes);
+  arena.rewrite_end(record);
+  controller_->forget(static_cast<uint32_t>(record));
+}
+
 std::string TierEngine::stats_json() {
   const Controller::Snapshot s = controller_->snapshot();
   const TierStats& t = s.stats;

@@ -39,6 +39,9 @@ class TierEngine {
   std::string stats_json();
   // Re-reads every record against its checksum and every slot against its record.
   VerifyReport verify();
+  // Replaces a damaged record of this engine's arena, between two passes; a slot that holds a copy of it is emptied. data: the record's
+  // bytes.
+  void repair(Arena& arena, uint64_t record, const uint8_t* data);
 
  private:
   void run_block(const ForwardArgs& args);

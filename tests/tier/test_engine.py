@@ -274,6 +274,31 @@ def test_a_hit_is_computed_from_the_slot(shm_dir: pathlib.Path) -> None:
             assert len(report["bad_slots"]) == 1
 
 
+def test_a_repaired_record_is_right_in_every_lane(shm_dir: pathlib.Path) -> None:
+    """Damage that was copied into a slot is gone with the record's repair: the slot is emptied, answers and verify() are right again."""
+    with stage(shm_dir) as made:
+        oracle = Oracle(made.arena)
+        batch = random_batch(np.random.default_rng(18), rows=2, layer=0)
+        damaged = int(batch.sel[0, 0])
+        true = made.arena.record(0, damaged).copy()
+        writable_record(made, 0, damaged)[:] ^= 0xFF
+        with made.engine(backend="in_process", num_slots=LAYERS * EXPERTS) as engine:
+            for _ in range(4):
+                assert not bits_equal(forward(engine, batch), oracle(batch))
+            used, generation = engine.stats()["slots_used"], made.arena.generation_of(0, damaged)
+            with pytest.raises(ValueError, match="data: expected uint8"):
+                engine.repair(0, damaged, true[:-1])
+            with pytest.raises(ValueError, match="no such record"):
+                engine.repair(0, EXPERTS, true)
+            engine.repair(0, damaged, true)
+            assert engine.stats()["slots_used"] == used - 1
+            assert made.arena.generation_of(0, damaged) == generation + 2
+            for _ in range(4):
+                assert bits_equal(forward(engine, batch), oracle(batch))
+            report = engine.verify()
+            assert (report["bad_records"], report["bad_slots"]) == ([], [])
+
+
 def test_admission_follows_the_touches(shm_dir: pathlib.Path) -> None:
     """An expert is admitted at its k-th touch, hit from the next step on, and evicted by a hotter one."""
     with stage(shm_dir) as made:

@@ -1,0 +1,109 @@
+"""Re-reads every record of a re-attached arena in the background: a dead worker's memory is believed only after its checksums were."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.python.errors import KernelError
+from services.common.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+END_WAIT_S = 10.0
+# Share of the time that the check computes: the rest of it goes to whoever serves on the same cores.
+DUTY = 0.5
+
+
+class CheckedArena(Protocol):
+    """The part of kernels.python.arena.Arena that the check needs."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with routed experts."""
+        ...
+
+    @property
+    def experts_per_layer(self) -> int:
+        """Experts of a layer."""
+        ...
+
+    def check(self, layer: int, expert: int) -> bool:
+        """True when the record equals its checksum."""
+        ...
+
+
+class ArenaCheck:
+    """A thread that checks an arena once and reloads what is damaged.
+
+    Args:
+        arena: re-attached and sealed.
+        reload: the true bytes of a record (arena layer, expert), uint8 [record_bytes], from the checkpoint.
+        repair: puts these bytes into the arena, between two passes (TierEngine.repair).
+    """
+
+    def __init__(
+        self, arena: CheckedArena, reload: Callable[[int, int], NDArray[np.uint8]], repair: Callable[[int, int, NDArray[np.uint8]], None]
+    ) -> None:
+        self._arena = arena
+        self._reload = reload
+        self._repair = repair
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="arena-check", daemon=True)
+        self.checked = 0
+        self.bad = 0
+        self.repaired = 0
+        self.done = False
+        self.lost: str = ""  # why the arena cannot be served from any more, or ""
+
+    def start(self) -> None:
+        """Begins to check."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, which may read the arena until this returns."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(END_WAIT_S)
+
+    def stats(self) -> dict[str, int | bool]:
+        """checked, bad and repaired records; done when every record was looked at."""
+        return {"checked": self.checked, "bad": self.bad, "repaired": self.repaired, "done": self.done}
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        for layer in range(self._arena.num_layers):
+            for expert in range(self._arena.experts_per_layer):
+                if self._stop.is_set() or self.lost:
+                    return
+                start = time.monotonic()
+                self._look(layer, expert)
+                self.checked += 1
+                self._stop.wait((time.monotonic() - start) * (1 / DUTY - 1))
+        self.done = True
+        log.info(
+            "re-attached arena: %d records checked in %.1f s, %d bad, %d reloaded",
+            self.checked,
+            time.monotonic() - began,
+            self.bad,
+            self.repaired,
+        )
+
+    def _look(self, layer: int, expert: int) -> None:
+        if self._arena.check(layer, expert):
+            return
+        self.bad += 1
+        log.error("record of layer %d, expert %d does not equal its checksum: reloading it from the checkpoint", layer, expert)
+        try:
+            self._repair(layer, expert, self._reload(layer, expert))
+        except (CheckpointError, KernelError, OSError, ValueError) as error:
+            self.lost = f"the record of layer {layer}, expert {expert} is damaged and cannot be reloaded: {error}"
+            log.critical("%s", self.lost)
+            return
+        self.repaired += 1

@@ -1,0 +1,152 @@
+"""A re-attached arena is re-checked against its checksums while the worker serves, and what is damaged comes from the checkpoint again."""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kernels.python import segments
+from kernels.python.arena import Arena
+from services.common.errors import CheckpointError, Glm53Error
+from services.gpu_worker.backends import cpu
+from services.gpu_worker.backends.arena_check import ArenaCheck
+from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.cpu import CpuBackend
+from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.settings import GpuWorkerSettings
+from tests.worker.harness import RunningWorker, until
+
+
+class FakeArena:
+    """Records of one byte each; 0 is a whole one."""
+
+    num_layers = 3
+    experts_per_layer = 4
+
+    def __init__(self, *damaged: tuple[int, int]) -> None:
+        self.damaged = set(damaged)
+        self.hold: threading.Event | None = None
+
+    def check(self, layer: int, expert: int) -> bool:
+        if self.hold is not None:
+            self.hold.wait(10)
+        return (layer, expert) not in self.damaged
+
+    def repair(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:
+        assert data.tolist() == [layer, expert]
+        self.damaged.remove((layer, expert))
+
+
+def reload(layer: int, expert: int) -> NDArray[np.uint8]:
+    return np.array([layer, expert], np.uint8)
+
+
+def finished(check: ArenaCheck) -> dict[str, Any]:
+    check.start()
+    until(lambda: check.done or check.lost != "", "the check is over")
+    check.close()
+    return check.stats()
+
+
+def test_damaged_records_are_reloaded() -> None:
+    """Every record is looked at once; what differs from its checksum is put right."""
+    arena = FakeArena((0, 1), (2, 3))
+    assert finished(ArenaCheck(arena, reload, arena.repair)) == {"checked": 12, "bad": 2, "repaired": 2, "done": True}
+    assert arena.damaged == set()
+
+
+def test_a_record_that_cannot_be_reloaded_loses_the_arena() -> None:
+    """The checkpoint does not have it any more: the reason names layer and expert, and nothing counts as repaired."""
+
+    def gone(layer: int, expert: int) -> NDArray[np.uint8]:
+        raise CheckpointError("model.safetensors is truncated")
+
+    arena = FakeArena((1, 2))
+    check = ArenaCheck(arena, gone, arena.repair)
+    stats = finished(check)
+    assert (stats["bad"], stats["repaired"], stats["done"]) == (1, 0, False)
+    assert check.lost == "the record of layer 1, expert 2 is damaged and cannot be reloaded: model.safetensors is truncated"
+
+
+def test_closing_ends_a_check_that_runs() -> None:
+    """A worker that stops does not wait for the rest of a large arena."""
+    arena = FakeArena()
+    arena.hold = threading.Event()
+    check = ArenaCheck(arena, reload, arena.repair)
+    check.start()
+    threading.Timer(0.2, arena.hold.set).start()
+    check.close()
+    assert not check.done
+    assert check.checked <= 1
+
+
+def leave_arena(model_dir: pathlib.Path, shm_dir: pathlib.Path) -> None:
+    """What a worker that ended leaves behind."""
+    settings = GpuWorkerSettings.load({}, model_dir=str(model_dir), shm_dir=str(shm_dir), expert_backend="in_process")
+    backend = cpu.load(settings, Checkpoint(model_dir), lambda _fraction, _what: None)
+    assert "arena_check" not in backend.stats()  # it filled the arena itself
+    backend.close()
+    del backend
+    gc.collect()  # with the last user of the mapping goes its lock
+
+
+def damage(shm_dir: pathlib.Path, *records: tuple[int, int]) -> None:
+    """Flips a bit in records of the arena that a stopped worker left."""
+    arena = Arena.attach(segments.arena_path(shm_dir, "default"))
+    start = [arena.record(layer, expert)[:64].tobytes() for layer, expert in records]
+    arena.close()
+    path = pathlib.Path(segments.arena_path(shm_dir, "default"))
+    data = bytearray(path.read_bytes())
+    for first in start:
+        at = data.index(first)
+        data[at + 5] ^= 0x40
+    with path.open("r+b") as file:  # the same file: a worker re-attaches it by name
+        file.write(data)
+
+
+def backend_of(worker: RunningWorker) -> CpuBackend:
+    backend = worker.engine.backend
+    assert isinstance(backend, CpuBackend)
+    return backend
+
+
+def test_a_restarted_worker_repairs_what_it_took_over(
+    start_worker: Callable[..., RunningWorker], checkpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Bits that flipped while no worker ran are found, counted and put right; the answers are those of the undamaged arena."""
+    (tmp_path / "whole").mkdir()
+    expected = start_worker(shm_dir=str(tmp_path / "whole")).generate(max_tokens=12).ids
+    leave_arena(checkpoint_dir, tmp_path)
+    damage(tmp_path, (0, 3), (2, 5))
+    heir = start_worker()
+    backend = backend_of(heir)
+    until(lambda: backend.stats()["arena_check"]["done"], "every record is checked")
+    counts = backend.stats()["arena_check"]
+    assert (counts["bad"], counts["repaired"]) == (2, 2)
+    report = backend.verify()
+    assert (report.records_bad, report.slots_bad) == (0, 0)
+    assert heir.generate(max_tokens=12).ids == expected
+
+
+def test_a_lost_arena_ends_the_worker_and_is_not_taken_over_again(
+    start_worker: Callable[..., RunningWorker], checkpoint_dir: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """With a record that cannot be reloaded the worker refuses to compute, and its arena loses its name: the next one fills a new one."""
+    leave_arena(checkpoint_dir, tmp_path)
+    heir = start_worker()
+    backend = backend_of(heir)
+    until(lambda: backend.stats()["arena_check"]["done"], "every record is checked")
+    assert backend._tiers is not None
+    assert backend._tiers.check is not None
+    backend._tiers.check.lost = "the record of layer 0, expert 0 is damaged and cannot be reloaded: gone"
+    with pytest.raises(Glm53Error):
+        heir.generate()
+    until(lambda: isinstance(heir.engine.fatal, BackendLostError), "the engine has given up")
+    assert not pathlib.Path(segments.arena_path(tmp_path, "default")).exists()
