@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
+import io
 import random
 import time
 import traceback
@@ -81,6 +83,7 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
     wanted: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    save: Callable[[], None] = lambda: None
 
     def cases(self) -> Iterator[tuple[Script, int]]:
         return ((script, chunk) for script in self.scripts for chunk in self.chunks)
@@ -98,8 +101,13 @@ class Bench:
             row = {"name": name, "script": script.name, "chunk": chunk, **compare(want, got), "seconds": seconds}
             if facts is not None:
                 row["facts"] = facts()
-            self.rows.append(row)
-            print(row, flush=True)
+            self.add(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Notes a result, and saves all so far: a later case may hang."""
+        self.rows.append(row)
+        print(row, flush=True)
+        self.save()
 
     @contextlib.contextmanager
     def with_slots(self, num_slots: int, options: ExpertOptions) -> Iterator[ExpertStore]:
@@ -127,15 +135,15 @@ def make_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[Any]]:
     return arena, shapes
 
 
-def admitting(bench: Bench, num_slots: int) -> None:
+def admitting(bench: Bench, num_slots: int, *, on_demand: bool) -> None:
     """The cache as it serves, admissions and staging on."""
-    with bench.with_slots(num_slots, ExpertOptions(PlacementOptions(admit_after=1))) as store:
-        bench.measure(f"{num_slots} slots", bench.ours, facts=lambda: {k: v for k, v in store.stats().items() if k != "arena_bytes"})
+    name = f"{num_slots} slots, {'on demand' if on_demand else 'between steps'}"
+    with bench.with_slots(num_slots, ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)) as store:
+        bench.measure(name, bench.ours, facts=lambda: {k: v for k, v in store.stats().items() if k != "arena_bytes"})
         torch.cuda.synchronize()
         verified = store.verify()
-        row = {"name": f"{num_slots} slots, verify", "equal": verified.records_bad == verified.slots_bad == 0, "facts": vars(verified)}
-        bench.rows.append(row)
-        print(row, flush=True)
+        row = {"name": f"{name}, verify", "equal": verified.records_bad == verified.slots_bad == 0, "facts": vars(verified)}
+        bench.add(row)
 
 
 def shuffled(bench: Bench, num_slots: int, moves: int) -> None:
@@ -211,8 +219,7 @@ def served(bench: Bench, checkpoint: Checkpoint) -> None:
     width = checkpoint.config.vocab_size
     row = {"name": "the worker's backend, one stream", "chunk": chunk}
     row |= compare([w.float()[:, :width] for w in want], got)
-    bench.rows.append(row)
-    print(row, flush=True)
+    bench.add(row)
 
 
 def main() -> None:
@@ -254,26 +261,39 @@ def main() -> None:
         scripts = [SCRIPTS[1], SCRIPTS[3], SCRIPTS[4]] if args.quick else list(SCRIPTS)
         chunks = [2048] if args.quick else list(CHUNKS)
         bench = Bench(exllamav3, stock, ours, loaded, checkpoint.config.num_experts_per_tok, scripts, chunks, began + args.seconds)
+        bench.save = functools.partial(write, args.out, started, bench, began, "")
         count = loaded.records.num_records
         bench.measure("stock", stock)
         bench.measure("stock again", stock)
         bench.measure("every record read in place", ours)
         served(bench, checkpoint)
-        for num_slots in (count, count // 2, count // 9, 7, 1):
-            admitting(bench, num_slots)
         overwritten(bench, 1.0)
         overwritten(bench, 0.5)
+        for on_demand in (False, True):
+            for num_slots in (count, count // 2, count // 9, 7, 1):
+                admitting(bench, num_slots, on_demand=on_demand)
         shuffled(bench, count // 2, args.moves)
     except Exception:  # noqa: BLE001 - the result file must say what broke
         problem = traceback.format_exc()
         print(problem, flush=True)
     finally:
         arena.unlink()
-    rows = bench.rows if bench is not None else []
-    compared = [row for row in rows if row["name"] != "stock"]
+    write(args.out, started, bench, began, problem)
+    if problem or bench is None or not all_equal(bench):
+        raise SystemExit(1)
+
+
+def all_equal(bench: Bench) -> bool:
+    """True when there is something to compare and all of it is equal."""
+    compared = [row for row in bench.rows if row["name"] != "stock"]
+    return bool(compared) and all(row["equal"] for row in compared)
+
+
+def write(out: Path, started: dict[str, Any], bench: Bench | None, began: float, problem: str) -> None:
+    """The result file as it stands."""
     summary: dict[str, Any] = {
-        "bit_exact": bool(compared) and not problem and all(row["equal"] for row in compared),
-        "cases": len(compared),
+        "bit_exact": bench is not None and not problem and all_equal(bench),
+        "cases": len(bench.rows) if bench is not None else 0,
         "cases_skipped": len(bench.skipped) if bench is not None else None,
         "seconds": round(time.monotonic() - began, 1),
         **dict.fromkeys(OTHER_FIGURES),
@@ -281,9 +301,8 @@ def main() -> None:
     }
     if problem:
         summary["problem"] = problem.splitlines()[-1]
-    report.write_result(args.out, started, rows, summary)
-    if problem or not summary["bit_exact"]:
-        raise SystemExit(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        report.write_result(out, started, bench.rows if bench is not None else [], summary)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import io
 import json
 import shutil
 import struct
@@ -24,6 +26,7 @@ from bench import report, routing_trace
 from kernels.python.arena import Arena
 from kernels.python.cache_sim import CachePolicy, simulate
 from kernels.python.expert import ExpertShape
+from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
@@ -285,9 +288,15 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
     rows: list[dict[str, Any]] = []
     figures: dict[str, Any] = {"slots": slots, "records": count}
     resident_ms: dict[int, float] = {}
-    for name, num_slots, admit in (("every expert in VRAM", count, False), ("slots", slots, True), ("no slot", 1, False)):
+    modes = (
+        ("every expert in VRAM", count, {"admit": False}),
+        ("slots, admitted between steps", slots, {}),
+        ("slots, on demand", slots, {"on_demand": True}),
+        ("no slot", 1, {"admit": False}),
+    )
+    for name, num_slots, how in modes:
         with Replacements() as into:
-            options = ExpertOptions(PlacementOptions(admit_after=args.admit_after), admit=admit)
+            options = ExpertOptions(PlacementOptions(admit_after=args.admit_after), pager=PagerPolicy(admit_after=args.admit_after), **how)
             store = loader.make_store(loaded, num_slots, routing_trace.TOP_K, options, into)
             store.place(loader.spread(num_slots, count) if num_slots > 1 else ())
             backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, Replacements(), info)
@@ -304,6 +313,7 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
                     row |= {"bound_ms": round(bound, 3), "over_bound": round(row["ms"] / bound, 3)}
                 rows.append(row)
                 print(row, flush=True)
+                args.save(rows, figures)
             store.close()
             del backend, store
     one = trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K)
@@ -313,6 +323,12 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
     return rows, figures
 
 
+def quietly_write(out: Path, started: dict[str, Any], rows: list[Any], figures: dict[str, Any]) -> None:
+    """The result file as it stands: a later mode may hang."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        report.write_result(out, started, rows, figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers")
@@ -320,7 +336,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--admit-after", type=int, default=2)
+    parser.add_argument("--admit-after", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--out", type=Path, default=report.ROOT / "docs" / "results" / "gpu_exact_slice.json")
     args = parser.parse_args()
@@ -341,6 +357,7 @@ def main() -> None:
     print(f"arena {'taken over' if arena.reattached else 'filled'} after {time.monotonic() - began:.1f} s", flush=True)
     loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=16_384, max_streams=8, chunk=2048)
     print(f"loaded after {time.monotonic() - began:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB of VRAM", flush=True)
+    args.save = lambda rows, figures: quietly_write(args.out, started, rows, figures)
     rows, figures = measure(args, loaded, checkpoint, began + args.seconds)
     figures["seconds"] = round(time.monotonic() - began, 1)
     report.write_result(args.out, started, rows, figures)

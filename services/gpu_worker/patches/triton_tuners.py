@@ -85,7 +85,9 @@ def load(path: Path, tuners: dict[str, Any], gpu: str) -> tuple[int, str]:
     pinned = 0
     for name, choices in kernels.items():
         tuner = tuners.get(name)
-        for text, wanted in choices.items() if tuner is not None else ():
+        if tuner is None:
+            continue
+        for text, wanted in choices.items():
             config = next((c for c in tuner.configs if c.all_kwargs() == wanted), None)
             if config is not None:
                 tuner.cache[ast.literal_eval(text)] = config

@@ -1,8 +1,9 @@
 """Moves routed experts between host and VRAM, and keeps every address of theirs right. `before_experts` is where a pass meets it.
 
-Decode (rows <= 8): nothing is waited for. A record in a slot is read there (HIT), any other in pinned host memory (ZERO_COPY). What was
-picked is copied to the host behind the router; between two steps the placement decides what to admit (ADMIT), the copies run on a stream of
-their own beside the next step, and a record counts as resident when a later look finds its copy done.
+Decode (rows <= 8) has two ways. `on_demand`: the device waits at each layer until the pager has copied what is missing into slots (ADMIT),
+or decided to read it in place (ZERO_COPY); see on_demand.py. Without it nothing waits: a record in a slot is read there (HIT), any other in
+pinned host memory. What was picked is copied to the host behind the router; between two steps the placement decides what to admit, the
+copies run on a stream of their own beside the next step, and a record counts as resident when a later look finds its copy done.
 
 Prefill: what is missing is staged a layer ahead. The last slots are lent for it as two halves, one per layer in turn: layer l computes from
 one while layer l + 1 lands in the other.
@@ -22,7 +23,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.base import VerifyReport
+from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
@@ -37,6 +40,8 @@ class ExpertOptions:
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     admit: bool = True  # change the cache between decode steps
     stage_min_rows: int = 64  # shorter prefills read what is missing in place
+    on_demand: bool = False  # copy misses within the step
+    pager: PagerPolicy = field(default_factory=PagerPolicy)
 
 
 @dataclass
@@ -92,6 +97,11 @@ class ExpertStore:
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
         self._tensors_at = self._where.copy()
         self._copy_stream = torch.cuda.Stream(table.device)
+        self._on_demand = (
+            OnDemand(records, table, self._slots, DECODE_ROWS, top_k, self._copy_stream, self.options.pager)
+            if self.options.on_demand and num_slots
+            else None
+        )
         self._landings: list[Landing] = []
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
@@ -158,6 +168,9 @@ class ExpertStore:
         self._tensors_at[layer, expert] = slot
 
     def _note_picks(self, layer: int, rows: int, selected: Any) -> None:
+        if self._on_demand is not None:
+            self._on_demand.step(layer, rows, selected)
+            return
         if layer == 0:
             self.between_passes()
         self._picks[layer, :rows].copy_(selected, non_blocking=True)
@@ -168,7 +181,14 @@ class ExpertStore:
     # ---- decode: admissions between steps ------------------------------------------------------------------------------------------
 
     def between_passes(self) -> None:
-        """Looks at what the last decode step picked and at copies that are done; starts new ones. Never waits for the device."""
+        """Looks at what the last decode step picked and at copies that are done; starts new ones. Never waits for the device.
+
+        Raises:
+            BackendLostError: a copy failed.
+        """
+        if self._on_demand is not None:
+            self._on_demand.counters()
+            return
         with self._lock:
             picked = self._take_picks()
             changed = self._settle()
@@ -241,6 +261,10 @@ class ExpertStore:
     def begin_prefill(self, rows: int) -> None:
         """A prefill pass of so many rows is about to run; its first two layers are staged from now on."""
         self._staging, self._staging_open = None, True
+        if self._on_demand is not None:
+            # Decode steps are over: their transit slots leave the tables.
+            self._on_demand.flush()
+            self._where[:] = self._on_demand.where()
         # No more slots than the layer that misses most can fill.
         half = min(self.placement.num_slots // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
         if self.paused or rows < self.options.stage_min_rows or half == 0:
@@ -248,12 +272,21 @@ class ExpertStore:
         # The tables in pinned memory belong to the pass before until it has read them all.
         self._staged_pass_done.synchronize()
         first = self.placement.num_slots - 2 * half
-        with self._lock:
-            self._point(self.placement.vacate(range(first, self.placement.num_slots), remember=self.options.admit))
+        self._lend(first)
         self._staging = self._plan_staging(half, (first, first + half))
         self._counters["staged_passes"] += 1
         self._stage_next(self._staging)
         self._stage_next(self._staging)
+
+    def _lend(self, first: int) -> None:
+        """Empties the slots from `first` on."""
+        if self._on_demand is None:
+            with self._lock:
+                self._point(self.placement.vacate(range(first, self.placement.num_slots), remember=self.options.admit))
+            return
+        self._on_demand.vacate(first, self.placement.num_slots - first)
+        self._on_demand.flush()
+        self._where[:] = self._on_demand.where()
 
     def _plan_staging(self, half: int, first: tuple[int, int]) -> Staging:
         num_layers, num_experts = self._where.shape
@@ -319,6 +352,9 @@ class ExpertStore:
         """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""
         wanted = list(records)
         torch.cuda.synchronize(self._table.device)
+        if self._on_demand is not None:
+            self._place_on_demand(self._on_demand, wanted)
+            return
         with self._lock:
             self._staging = None
             self._landings.clear()
@@ -330,15 +366,35 @@ class ExpertStore:
             self._point([*lost, *wanted])
         torch.cuda.synchronize(self._table.device)
 
+    def _place_on_demand(self, pager: OnDemand, wanted: list[int]) -> None:
+        self._staging = None
+        pager.vacate(0, self.placement.num_slots)
+        for slot, record in enumerate(wanted[: self.placement.num_slots - pager.num_transit], pager.num_transit):
+            self._slots[slot].copy_(self._records.host[record])
+            pager.put(record, slot)
+        pager.flush()
+        torch.cuda.synchronize(self._table.device)
+        self._where[:] = pager.where()
+
     def close(self) -> None:
         """Points everything back at the host, so that the slots' memory can go. Waits for the device."""
         self.place(())
+        if self._on_demand is not None:
+            self._on_demand.close()
         with self._lock:
             for layer, expert in np.argwhere(self._tensors_at != NONE):
                 self.before_single_expert(int(layer), int(expert))
 
+    def _record_in(self, slot: int) -> int:
+        if self._on_demand is None:
+            return self.placement.record_in(slot)
+        held = np.flatnonzero(self._on_demand.where().ravel() == slot)
+        return int(held[0]) if len(held) else NONE
+
     def stats(self) -> dict[str, Any]:
         """Counters, JSON-ready."""
+        if self._on_demand is not None:
+            return self._on_demand_stats(self._on_demand)
         with self._lock:
             return {
                 **self._counters,
@@ -348,6 +404,23 @@ class ExpertStore:
                 "evictions": self.placement.evictions,
                 "arena_bytes": self._records.num_bytes,
             }
+
+    def _on_demand_stats(self, pager: OnDemand) -> dict[str, Any]:
+        counters = pager.counters()
+        return {
+            **self._counters,
+            "decode_steps": counters.steps,
+            "decode_picks": counters.picks,
+            "decode_hits": counters.hits,
+            "decode_records_missed": counters.missed,
+            "records_in_transit": counters.transit,
+            "records_in_place": counters.in_place,
+            "bytes_copied": counters.bytes_copied,
+            "slots": self.placement.num_slots,
+            "slots_used": int(np.count_nonzero(pager.where() != NONE)),
+            "admissions": counters.admitted,
+            "arena_bytes": self._records.num_bytes,
+        }
 
     def verify(self) -> VerifyReport:
         """Compares every record with its checksum and every slot with its record."""
@@ -359,10 +432,12 @@ class ExpertStore:
         for slot in range(self.placement.num_slots):
             # One slot at a time, so that no step waits for more than one copy.
             with self._lock:
-                record = self.placement.record_in(slot)
+                record = self._record_in(slot)
                 if record == NONE:
                     continue
                 held = self._slots[slot].cpu()
+                if self._record_in(slot) != record:
+                    continue  # the pager, which this lock does not hold, has used it again
             checked += 1
             size = self._records.shapes[record // self._records.num_experts].record_bytes
             bad_slots += not torch.equal(held[:size], self._records.host[record][:size])

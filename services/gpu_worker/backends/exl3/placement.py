@@ -21,12 +21,12 @@ Ids = NDArray[np.int64]
 class PlacementOptions:
     """How the cache behaves."""
 
-    admit_after: int = 2  # a record gets a slot at its k-th touch
+    admit_after: int = 1  # a record gets a slot at its k-th touch
     max_admissions: int = 48  # per decode step: what the link copies beside one step without delaying it much
-    margin: float = 1.1  # a newcomer must be this much hotter than the record it replaces
-    slow_half_life: float = 200.0  # decode steps
-    fast_half_life: float = 0.5
-    fast_weight: float = 0.25
+    margin: float = 1.0  # a newcomer must be this much hotter than the record it replaces
+    slow_half_life: float = 400.0  # decode steps
+    fast_half_life: float = 12.0
+    fast_weight: float = 1.0
 
 
 @dataclass(frozen=True)

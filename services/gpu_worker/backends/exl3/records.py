@@ -87,6 +87,10 @@ class PinnedRecords:
         view: torch.Tensor = self._extension.pinned_cuda_view(typed, self.device)
         return view
 
+    def on_device(self, pinned: torch.Tensor) -> int:
+        """The address by which the device reaches pinned host memory."""
+        return int(self._extension.cuda_host_get_device_pointer(pinned.data_ptr()))
+
     def marker(self, place: Place, codebook: str) -> torch.Tensor | None:
         """A tensor when the layer's experts use that codebook ("mcg", "mul1"): exllamav3 asks only whether there is one."""
         used = Codebook(self.shapes[place.layer].codebook).name.lower() == codebook

@@ -1,0 +1,267 @@
+#include "cuda/device_pager.h"
+
+#include <algorithm>
+
+#include "cuda/device_driver.h"
+#include "tier/error.h"
+
+namespace glm53 {
+namespace {
+
+constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
+constexpr uint32_t kWriteDefault = 0;
+constexpr uint64_t kNoPass = ~UINT64_C(0);
+constexpr int64_t kSpinNs = 2'000'000;
+constexpr uint64_t kIdleNs = 100'000'000;
+constexpr uint64_t kStopNs = 5'000'000'000;  // how long a stop waits for a device that was told to ask
+enum Counter { kSteps, kPicks, kHits, kMissed, kAdmitted, kTransit, kInPlace, kBytes };
+
+void require(bool holds, const char* problem) {
+  if (!holds) throw Error(GLM53_INVALID, problem);
+}
+
+}  // namespace
+
+DevicePager::DevicePager(const PagerSpec& spec)
+    : spec_(spec),
+      driver_(spec.driver != nullptr ? *spec.driver : cuda_driver()),
+      heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight}),
+      slots_(spec.num_slots - std::min(spec.num_transit, spec.num_slots), spec.num_layers * spec.experts_per_layer),
+      dirty_(spec.num_layers, true),
+      in_transit_(spec.num_layers),
+      seen_(spec.experts_per_layer, 0) {
+  require(spec.num_layers > 0 && spec.experts_per_layer > 0 && spec.num_parts > 0 && spec.max_rows > 0 && spec.top_k > 0, "a size is 0");
+  require(spec.num_layers < kRing, "too many layers");
+  require(spec.num_transit <= spec.num_slots, "more transit slots than slots");
+  offsets_.assign(spec.offsets, spec.offsets + static_cast<size_t>(spec.num_layers) * spec.num_parts);
+  for (uint32_t record = 0; record < spec.num_layers * spec.experts_per_layer; ++record) point_at_host(record);
+  if (driver_.context_get(&context_) != 0) throw Error(GLM53_SYSTEM, "the thread has no CUDA context");
+  thread_ = std::thread([this] { run(); });
+}
+
+DevicePager::~DevicePager() {
+  stop_.store(true, std::memory_order_release);
+  armed_.nudge();
+  thread_.join();
+}
+
+void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
+  require(layer < spec_.num_layers, "layer: out of range");
+  require(rows >= 1 && rows <= spec_.max_rows, "rows: out of range");
+  const uint64_t number = ++enqueued_;
+  const uint32_t value = static_cast<uint32_t>(number);
+  ring_[number % kRing] = {layer, rows};
+  const size_t stride = static_cast<size_t>(spec_.max_rows) * spec_.top_k;
+  const size_t bytes = static_cast<size_t>(rows) * spec_.top_k * sizeof(int64_t);
+  // Armed before the device is told: if enqueuing breaks half way the thread must not sleep through what was enqueued.
+  armed_.post(number);
+  const bool sent = driver_.copy_to_host(spec_.picks + layer * stride, selected, bytes, stream) == 0 &&
+                    driver_.write_word(stream, spec_.words_on_device + kRequest * 4, value, kWriteDefault) == 0 &&
+                    driver_.wait_word(stream, spec_.words_on_device + kReply * 4, value, kWaitGreaterEqual) == 0;
+  if (!sent) {
+    failed_.store(true, std::memory_order_release);
+    throw Error(GLM53_SYSTEM, "the GPU driver refuses a request: the device is lost, or has no stream memory operations");
+  }
+}
+
+void DevicePager::run() {
+  check(driver_.context_set(context_));
+  uint64_t served = 0;
+  // A stop answers what the device was told to ask: it must not wait for ever.
+  while (!stop_.load(std::memory_order_acquire) || armed_.value() > served) {
+    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, kSpinNs)) continue;
+    if (!wait_for_request(served + 1)) return;
+    ++served;
+    answer(served, ring_[served % kRing]);
+  }
+}
+
+bool DevicePager::wait_for_request(uint64_t number) {
+  const uint32_t wanted = static_cast<uint32_t>(number);
+  uint64_t deadline_ns = 0;
+  // The words are compared cyclically, as the device compares them: they wrap after some weeks.
+  while (static_cast<int32_t>(__atomic_load_n(&spec_.words[kRequest], __ATOMIC_ACQUIRE) - wanted) < 0) {
+    if (stop_.load(std::memory_order_acquire)) {
+      if (deadline_ns == 0) deadline_ns = abi_now_ns() + kStopNs;
+      if (abi_now_ns() > deadline_ns) return false;
+    }
+    for (int i = 0; i < 8; ++i) cpu_relax();
+  }
+  return true;
+}
+
+void DevicePager::answer(uint64_t number, const Step& step) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  sent_ = false;
+  choose(step, number);
+  if (dirty_[step.layer]) send_table(step.layer, spec_.copy_stream);
+  reply(number);
+}
+
+void DevicePager::choose(const Step& step, uint64_t pass) {
+  const uint32_t layer = step.layer, first = layer * spec_.experts_per_layer;
+  const int64_t* picks = spec_.picks + static_cast<size_t>(layer) * spec_.max_rows * spec_.top_k;
+  slots_.settle(pass - 1, kNoPass);
+  end_transit(layer);
+  heat_.advance(layer);
+  misses_.clear();
+  transit_used_ = copies_ = 0;
+  ++counters_[kSteps];
+  for (uint32_t i = 0; i < step.rows * spec_.top_k; ++i) {
+    const int64_t expert = picks[i];
+    if (expert < 0 || expert >= static_cast<int64_t>(spec_.experts_per_layer)) continue;  // a masked pick
+    const uint32_t record = first + static_cast<uint32_t>(expert);
+    const int32_t slot = slots_.resident(record);
+    ++counters_[kPicks];
+    counters_[kHits] += slot != SlotTable::kNone;
+    if (seen_[static_cast<size_t>(expert)] == pass) continue;
+    seen_[static_cast<size_t>(expert)] = pass;
+    heat_.touch(record);
+    if (slot != SlotTable::kNone) {
+      slots_.read(slot, pass);
+    } else {
+      misses_.push_back({static_cast<uint32_t>(expert), heat_.score(record)});
+    }
+  }
+  std::sort(misses_.begin(), misses_.end(),
+            [](const Miss& a, const Miss& b) { return a.heat != b.heat ? a.heat > b.heat : a.expert < b.expert; });
+  for (const Miss& miss : misses_) bring(layer, miss, pass);
+}
+
+void DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
+  const uint32_t record = layer * spec_.experts_per_layer + miss.expert;
+  ++counters_[kMissed];
+  if (copies_ < spec_.max_copies) {
+    const int32_t slot = find_place(record, miss.heat, pass);
+    if (slot != SlotTable::kNone) {
+      const uint32_t place = spec_.num_transit + static_cast<uint32_t>(slot);
+      // The old record goes first: whatever becomes of the copy, its bytes are no longer to be trusted.
+      const int32_t old = slots_.record_in(static_cast<uint32_t>(slot));
+      if (old != SlotTable::kNone) {
+        slots_.evict(slot, pass - 1);
+        point_at_host(static_cast<uint32_t>(old));
+      }
+      if (copy(record, place)) {
+        slots_.begin_landing(slot, record, pass);
+        point(layer, miss.expert, in_slot(place));
+        ++counters_[kAdmitted];
+        return;
+      }
+    } else if (transit_used_ < spec_.num_transit && copy(record, transit_used_)) {
+      point(layer, miss.expert, in_slot(transit_used_++));
+      in_transit_[layer].push_back(miss.expert);
+      ++counters_[kTransit];
+      return;
+    }
+  }
+  ++counters_[kInPlace];
+}
+
+int32_t DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
+  if (heat_.touches(record) < spec_.admit_after) return SlotTable::kNone;
+  const int32_t free = slots_.find_free(pass - 1);
+  if (free != SlotTable::kNone) return free;
+  const int32_t victim = slots_.find_victim(heat_, pass - 1);
+  if (victim == SlotTable::kNone) return SlotTable::kNone;
+  const int32_t old = slots_.record_in(static_cast<uint32_t>(victim));
+  return heat > spec_.admit_margin * heat_.score(static_cast<uint32_t>(old)) ? victim : SlotTable::kNone;
+}
+
+bool DevicePager::copy(uint32_t record, uint32_t slot) {
+  const uint8_t* from = spec_.host + record * spec_.record_stride;
+  if (!check(driver_.copy_to_device(in_slot(slot), from, spec_.record_stride, spec_.copy_stream))) return false;
+  ++copies_;
+  sent_ = true;
+  counters_[kBytes] += spec_.record_stride;
+  return true;
+}
+
+void DevicePager::reply(uint64_t number) {
+  const uint32_t value = static_cast<uint32_t>(number);
+  if (sent_ && check(driver_.write_word(spec_.copy_stream, spec_.words_on_device + kReply * 4, value, kWriteDefault))) return;
+  // Nothing to wait for; or the stream takes nothing any more, and a device that waits for ever is worse than a step that is thrown away.
+  __atomic_store_n(&spec_.words[kReply], value, __ATOMIC_RELEASE);
+}
+
+bool DevicePager::send_table(uint32_t layer, void* stream) {
+  const size_t block = static_cast<size_t>(spec_.num_parts) * spec_.experts_per_layer;
+  const uint64_t to = spec_.table + layer * block * sizeof(int64_t);
+  if (!check(driver_.copy_to_device(to, spec_.mirror + layer * block, block * sizeof(int64_t), stream))) return false;
+  sent_ = true;
+  dirty_[layer] = false;
+  return true;
+}
+
+void DevicePager::end_transit(uint32_t layer) {
+  for (const uint32_t expert : in_transit_[layer]) point_at_host(layer * spec_.experts_per_layer + expert);
+  in_transit_[layer].clear();
+}
+
+void DevicePager::point(uint32_t layer, uint32_t expert, uint64_t address) {
+  int64_t* rows = spec_.mirror + static_cast<size_t>(layer) * spec_.num_parts * spec_.experts_per_layer + expert;
+  const int64_t* offsets = offsets_.data() + static_cast<size_t>(layer) * spec_.num_parts;
+  for (uint32_t part = 0; part < spec_.num_parts; ++part) {
+    rows[static_cast<size_t>(part) * spec_.experts_per_layer] = static_cast<int64_t>(address) + offsets[part];
+  }
+  dirty_[layer] = true;
+}
+
+void DevicePager::point_at_host(uint32_t record) {
+  point(record / spec_.experts_per_layer, record % spec_.experts_per_layer, on_host(record));
+}
+
+bool DevicePager::check(int code) {
+  if (code != 0) failed_.store(true, std::memory_order_release);
+  return code == 0;
+}
+
+void DevicePager::put(uint32_t record, uint32_t slot) {
+  require(record < spec_.num_layers * spec_.experts_per_layer, "record: out of range");
+  require(slot >= spec_.num_transit && slot < spec_.num_slots, "slot: out of range, or a transit slot");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const int32_t place = static_cast<int32_t>(slot - spec_.num_transit);
+  slots_.settle(enqueued_, kNoPass);
+  require(slots_.record_in(static_cast<uint32_t>(place)) == SlotTable::kNone && slots_.resident(record) == SlotTable::kNone,
+          "the slot or the record is taken");
+  slots_.begin_landing(place, record, enqueued_);
+  slots_.settle(enqueued_, kNoPass);
+  point(record / spec_.experts_per_layer, record % spec_.experts_per_layer, in_slot(slot));
+}
+
+void DevicePager::vacate(uint32_t first_slot, uint32_t count) {
+  require(first_slot + count <= spec_.num_slots, "slots: out of range");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slots_.settle(enqueued_, kNoPass);
+  for (uint32_t slot = std::max(first_slot, spec_.num_transit); slot < first_slot + count; ++slot) {
+    const int32_t record = slots_.record_in(slot - spec_.num_transit);
+    if (record == SlotTable::kNone) continue;
+    slots_.evict(static_cast<int32_t>(slot - spec_.num_transit), enqueued_);
+    point_at_host(static_cast<uint32_t>(record));
+  }
+  for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) end_transit(layer);
+}
+
+void DevicePager::flush(void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) {
+    end_transit(layer);
+    if (dirty_[layer] && !send_table(layer, stream)) throw Error(GLM53_SYSTEM, "the GPU driver refuses to copy a table");
+  }
+}
+
+void DevicePager::where(int32_t* slot_of) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slots_.settle(enqueued_, kNoPass);
+  for (uint32_t record = 0; record < spec_.num_layers * spec_.experts_per_layer; ++record) {
+    const int32_t slot = slots_.resident(record);
+    slot_of[record] = slot == SlotTable::kNone ? SlotTable::kNone : slot + static_cast<int32_t>(spec_.num_transit);
+  }
+}
+
+void DevicePager::stats(uint64_t counters[8]) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::copy(std::begin(counters_), std::end(counters_), counters);
+  if (failed_.load(std::memory_order_acquire)) throw Error(GLM53_SYSTEM, "a copy to the GPU failed");
+}
+
+}  // namespace glm53

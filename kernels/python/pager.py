@@ -1,0 +1,207 @@
+"""The device pager: brings picked records into slots while the device waits for its word (expert_pager.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.python import shm_lib
+from kernels.python.errors import raise_last
+
+WORDS_BYTES = 256
+
+
+class PagerDriver(ctypes.Structure):
+    """The driver calls that the pager makes."""
+
+    CONTEXT_GET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+    CONTEXT_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    COPY_TO_HOST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    COPY_TO_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    WORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+    _fields_ = [
+        ("context_get", CONTEXT_GET),
+        ("context_set", CONTEXT_SET),
+        ("copy_to_host", COPY_TO_HOST),
+        ("copy_to_device", COPY_TO_DEVICE),
+        ("write_word", WORD),
+        ("wait_word", WORD),
+    ]
+
+
+class _Spec(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("num_layers", "experts_per_layer", "num_slots", "num_transit", "max_rows", "top_k")),
+        *((name, ctypes.c_uint32) for name in ("num_parts", "max_copies")),
+        *((name, ctypes.c_uint64) for name in ("record_stride", "host", "host_on_device", "slots", "table", "offsets", "mirror", "picks")),
+        *((name, ctypes.c_uint64) for name in ("words", "words_on_device", "copy_stream")),
+        ("driver", ctypes.POINTER(PagerDriver)),
+        *((name, ctypes.c_float) for name in ("slow_half_life", "fast_half_life", "fast_weight", "admit_margin")),
+        ("admit_after", ctypes.c_uint32),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class PagerLayout:
+    """Sizes and addresses. Host memory is pinned; addresses end in _address, those of the device in _device."""
+
+    num_layers: int
+    experts_per_layer: int
+    num_slots: int
+    num_transit: int  # of these, the first ones hold records for one step at a time
+    max_rows: int
+    top_k: int
+    record_stride: int
+    host_address: int  # records [layers * experts][stride]
+    host_device: int
+    slots_device: int  # [slots][stride]
+    table_device: int  # int64 [layers, parts, experts]
+    mirror_address: int  # the same on the host
+    picks_address: int  # int64 [layers, max_rows * top_k]
+    words_address: int  # WORDS_BYTES, zeroed, mapped
+    words_device: int
+    copy_stream: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PagerPolicy:
+    """When a missing record gets a slot. Half-lives in decode steps; see bench/routing_trace.py for the traces they were chosen on."""
+
+    slow_half_life: float = 400.0
+    fast_half_life: float = 12.0
+    fast_weight: float = 1.0
+    admit_margin: float = 1.0
+    admit_after: int = 1
+    max_copies: int = 64  # records of one layer step; the rest are read in place
+
+
+@dataclasses.dataclass(frozen=True)
+class PagerCounters:
+    """What the pager did since it was made. `missed` counts each record once a step, `picks` and `hits` every pick."""
+
+    steps: int
+    picks: int
+    hits: int
+    missed: int
+    admitted: int
+    transit: int
+    in_place: int
+    bytes_copied: int
+
+
+class Pager:
+    """A running pager. Everything that `layout` names must outlive it; close it when the device is idle."""
+
+    def __init__(
+        self, layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPolicy | None = None, driver: PagerDriver | None = None
+    ) -> None:
+        """Starts its thread in the calling thread's CUDA context.
+
+        offsets: int64 [layers, parts], where a record's parts begin. driver: tests' own, else the CUDA driver's.
+        Raises ValueError naming a size, OSError-like KernelError when there is no driver or no context.
+        """
+        policy = policy or PagerPolicy()
+        self._library = _load()
+        self._driver = driver  # callbacks must live as long as the thread
+        offsets = np.ascontiguousarray(offsets, np.int64)
+        self.num_records = layout.num_layers * layout.experts_per_layer
+        spec = _Spec(
+            layout.num_layers,
+            layout.experts_per_layer,
+            layout.num_slots,
+            layout.num_transit,
+            layout.max_rows,
+            layout.top_k,
+            offsets.shape[1],
+            policy.max_copies,
+            layout.record_stride,
+            layout.host_address,
+            layout.host_device,
+            layout.slots_device,
+            layout.table_device,
+            offsets.ctypes.data,
+            layout.mirror_address,
+            layout.picks_address,
+            layout.words_address,
+            layout.words_device,
+            layout.copy_stream,
+            ctypes.pointer(driver) if driver is not None else None,
+            policy.slow_half_life,
+            policy.fast_half_life,
+            policy.fast_weight,
+            policy.admit_margin,
+            policy.admit_after,
+        )
+        pointer = self._library.glm53_pager_create(ctypes.byref(spec))
+        if not pointer:
+            raise_last(self._library)
+        self._handle: shm_lib.Handle | None = shm_lib.Handle(pointer, self._library.glm53_pager_close)
+
+    def step(self, layer: int, rows: int, selected: int, stream: int) -> None:
+        """Enqueues a layer step: the device goes on when its records are where the tables say.
+
+        selected: device address of int64 [rows, top_k]. stream: the compute stream.
+        """
+        self._done(self._library.glm53_pager_step(self._pointer, layer, rows, selected, stream))
+
+    def put(self, record: int, slot: int) -> None:
+        """Says that a record's bytes are in an empty slot. The device must be idle; `flush` sends the tables."""
+        self._done(self._library.glm53_pager_put(self._pointer, record, slot))
+
+    def vacate(self, first_slot: int, count: int) -> None:
+        """Empties slots. The device must be idle as far as decode steps go; `flush` sends the tables."""
+        self._done(self._library.glm53_pager_vacate(self._pointer, first_slot, count))
+
+    def flush(self, stream: int) -> None:
+        """Enqueues every table that changed."""
+        self._done(self._library.glm53_pager_flush(self._pointer, stream))
+
+    def where(self) -> npt.NDArray[np.int32]:
+        """The slot of every record, -1 for none: int32 [layers * experts]."""
+        slots = np.empty(self.num_records, np.int32)
+        self._done(self._library.glm53_pager_where(self._pointer, slots.ctypes.data))
+        return slots
+
+    def counters(self) -> PagerCounters:
+        """Raises KernelError when a driver call failed: what ran since may be wrong."""
+        values = (ctypes.c_uint64 * 8)()
+        self._done(self._library.glm53_pager_stats(self._pointer, values))
+        return PagerCounters(*(int(value) for value in values))
+
+    def close(self) -> None:
+        """Answers what is outstanding and ends the thread."""
+        self._handle = None
+
+    @property
+    def _pointer(self) -> int:
+        if self._handle is None:
+            raise ValueError("the pager is closed")
+        return self._handle.pointer
+
+    def _done(self, code: int) -> None:
+        if code != 0:
+            raise_last(self._library)
+
+
+def _load() -> Any:
+    library = shm_lib.load()
+    if library.glm53_pager_create.argtypes is None:
+        pointer, u32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+        signatures: dict[str, tuple[list[Any], Any]] = {
+            "glm53_pager_create": ([pointer], pointer),
+            "glm53_pager_step": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
+            "glm53_pager_put": ([pointer, u32, u32], ctypes.c_int),
+            "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),
+            "glm53_pager_flush": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_where": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_stats": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_close": ([pointer], None),
+        }
+        for name, (argument_types, result_type) in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = argument_types, result_type
+    return library

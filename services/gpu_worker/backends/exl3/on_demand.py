@@ -1,0 +1,109 @@
+"""Decode with the device pager: every miss is copied into a slot while the device waits for it (kernels/cuda/device_pager.h).
+
+The forward pass's thread only enqueues; which record goes where is decided by the pager's own thread, without the GIL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kernels.python.errors import KernelError
+from kernels.python.pager import WORDS_BYTES, Pager, PagerCounters, PagerLayout, PagerPolicy
+from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
+
+# A step of 8 streams can miss 64 records of a layer; one that is not worth a slot passes through one of these.
+TRANSIT_SLOTS = 16
+
+
+class OnDemand:
+    """The pager with the memory that it works on.
+
+    Args:
+        records: pinned.
+        table: int64 [layers, 9, experts] on the device.
+        slots: uint8 [slots, stride] on the device.
+        max_rows: rows of a decode step.
+        top_k: picks of a row.
+        copy_stream: where records are copied.
+        policy: of the cache.
+    """
+
+    def __init__(
+        self,
+        records: PinnedRecords,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        max_rows: int,
+        top_k: int,
+        copy_stream: Any,
+        policy: PagerPolicy | None = None,
+    ) -> None:
+        self.num_transit = min(TRANSIT_SLOTS, slots.shape[0] // 8)
+        self._shape = (records.num_layers, records.num_experts)
+        self._table = table
+        self._keep = [slots, copy_stream, records]
+        self._mirror = pinned_empty(tuple(table.shape))
+        self._picks = pinned_empty((records.num_layers, max_rows * top_k))
+        self._words = pinned_empty((WORDS_BYTES // 8,)).zero_()
+        layout = PagerLayout(
+            num_layers=records.num_layers,
+            experts_per_layer=records.num_experts,
+            num_slots=slots.shape[0],
+            num_transit=self.num_transit,
+            max_rows=max_rows,
+            top_k=top_k,
+            record_stride=records.stride,
+            host_address=records.base,
+            host_device=records.device_base,
+            slots_device=slots.data_ptr(),
+            table_device=table.data_ptr(),
+            mirror_address=self._mirror.data_ptr(),
+            picks_address=self._picks.data_ptr(),
+            words_address=self._words.data_ptr(),
+            words_device=records.on_device(self._words),
+            copy_stream=copy_stream.cuda_stream,
+        )
+        self._pager = Pager(layout, records.offsets, policy)
+
+    def step(self, layer: int, rows: int, selected: torch.Tensor) -> None:
+        """Enqueues request and wait of a layer step behind its router."""
+        self._pager.step(layer, rows, selected.data_ptr(), self._stream())
+
+    def vacate(self, first: int, count: int) -> None:
+        """Empties slots; `flush` sends the tables. No decode step may be under way."""
+        self._pager.vacate(first, count)
+
+    def put(self, record: int, slot: int) -> None:
+        """A record's bytes are in an empty slot that is no transit slot."""
+        self._pager.put(record, slot)
+
+    def flush(self) -> None:
+        """Enqueues every table that changed, and takes transit slots out of all of them."""
+        self._pager.flush(self._stream())
+
+    def where(self) -> NDArray[np.int64]:
+        """The slot of every record, -1 for none: int64 [layers, experts]."""
+        return self._pager.where().astype(np.int64).reshape(self._shape)
+
+    def counters(self) -> PagerCounters:
+        """What it did.
+
+        Raises:
+            BackendLostError: a driver call failed.
+        """
+        try:
+            return self._pager.counters()
+        except KernelError as error:
+            raise BackendLostError(str(error)) from error
+
+    def close(self) -> None:
+        """Ends the pager's thread. The device must be idle."""
+        self._pager.close()
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._table.device).cuda_stream)

@@ -1,0 +1,297 @@
+"""The device pager against a simulated GPU: streams of operations that run when a scheduler says, in every order that streams allow.
+
+The "kernels" of a layer read their records through the table when they run, so a byte that is late, or gone too early, is seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.python.errors import KernelError
+from kernels.python.pager import WORDS_BYTES, Pager, PagerDriver, PagerLayout, PagerPolicy
+
+LAYERS, EXPERTS, TOP_K, ROWS, STRIDE = 3, 12, 4, 8, 256
+OFFSETS = np.array([[0, 64, 128]] * LAYERS, np.int64)
+COMPUTE, COPY = 1, 2
+DEADLINE_S = 20.0
+
+
+class SimulatedGpu:
+    """Two streams. A thread takes the head of one or the other at random; a wait that does not hold keeps its stream standing."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.Condition()
+        self._streams: dict[int, deque[tuple[str, Callable[[], Any]]]] = {COMPUTE: deque(), COPY: deque()}
+        self._stop = False
+        self.refuse_copies = False
+        self.problems: list[str] = []
+        self.driver = PagerDriver(
+            PagerDriver.CONTEXT_GET(lambda _out: 0),
+            PagerDriver.CONTEXT_SET(lambda _context: 0),
+            PagerDriver.COPY_TO_HOST(
+                lambda to, source, size, stream: self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, size))
+            ),
+            PagerDriver.COPY_TO_DEVICE(self._copy_to_device),
+            PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "run", lambda: word(at).__setitem__(0, value))),
+            PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "wait", lambda: int(word(at)[0]) >= value)),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _copy_to_device(self, to: int, source: int, size: int, stream: int) -> int:
+        if self.refuse_copies and size == STRIDE:
+            return 700
+        # In two halves: a reader in between would see a torn record.
+        half = size // 2
+        self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, half))
+        return self.enqueue(stream, "run", lambda: ctypes.memmove(to + half, source + half, size - half))
+
+    def enqueue(self, stream: int, kind: str, action: Callable[[], Any]) -> int:
+        with self._lock:
+            self._streams[stream].append((kind, action))
+            self._lock.notify_all()
+        return 0
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                ready = [s for s, queue in self._streams.items() if queue]
+                if self._stop and not ready:
+                    return
+                if not ready:
+                    self._lock.wait(0.05)
+                    continue
+                stream = self._random.choice(ready)
+                kind, action = self._streams[stream][0]
+            done = action()
+            if kind == "wait" and not done:
+                time.sleep(0.0001)
+                continue
+            with self._lock:
+                self._streams[stream].popleft()
+                self._lock.notify_all()
+
+    def synchronize(self) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        with self._lock:
+            while any(self._streams.values()):
+                assert time.monotonic() < deadline, "the simulated GPU stands still"
+                self._lock.wait(0.1)
+
+    def close(self) -> None:
+        self._stop = True
+        self._thread.join(DEADLINE_S)
+
+
+def word(address: int) -> Any:
+    return (ctypes.c_uint32 * 1).from_address(address)
+
+
+class World:
+    def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None) -> None:
+        self.gpu = SimulatedGpu(seed)
+        self.host = np.random.default_rng(seed).integers(0, 256, (LAYERS * EXPERTS, STRIDE), np.uint8)
+        self.slots = np.zeros((max(num_slots, 1), STRIDE), np.uint8)
+        self.table = np.zeros((LAYERS, OFFSETS.shape[1], EXPERTS), np.int64)
+        self.mirror = np.zeros_like(self.table)
+        self.picks = np.zeros((LAYERS, ROWS * TOP_K), np.int64)
+        self.words = np.zeros(WORDS_BYTES, np.uint8)
+        layout = PagerLayout(
+            LAYERS,
+            EXPERTS,
+            num_slots,
+            num_transit,
+            ROWS,
+            TOP_K,
+            STRIDE,
+            self.host.ctypes.data,
+            self.host.ctypes.data,
+            self.slots.ctypes.data,
+            self.table.ctypes.data,
+            self.mirror.ctypes.data,
+            self.picks.ctypes.data,
+            self.words.ctypes.data,
+            self.words.ctypes.data,
+            COPY,
+        )
+        self.pager = Pager(layout, OFFSETS, policy, self.gpu.driver)
+        self.kept: list[np.ndarray] = []
+        self.reads_on_host = self.reads = 0
+
+    def kernel(self, layer: int, experts: list[int]) -> None:
+        """Runs on the simulated GPU: every picked record is read through the table, part by part."""
+        for expert in experts:
+            record = self.host[layer * EXPERTS + expert]
+            for part, offset in enumerate(OFFSETS[layer]):
+                address = int(self.table[layer, part, expert])
+                self.reads += 1
+                self.reads_on_host += self.host.ctypes.data <= address < self.host.ctypes.data + self.host.nbytes
+                if ctypes.string_at(address, 64) != record[offset : offset + 64].tobytes():
+                    self.gpu.problems.append(f"layer {layer} expert {expert} part {part}")
+
+    def decode(self, draw: random.Random, rows: int) -> None:
+        """One step: all layers are enqueued, then the host waits once."""
+        for layer in range(LAYERS):
+            selected = np.array([draw.sample(range(EXPERTS), TOP_K) for _ in range(rows)], np.int64)
+            self.kept.append(selected)
+            self.pager.step(layer, rows, selected.ctypes.data, COMPUTE)
+            experts = sorted(set(selected.ravel().tolist()))
+            self.gpu.enqueue(COMPUTE, "run", lambda layer=layer, experts=experts: self.kernel(layer, experts))  # type: ignore[misc]
+        self.gpu.synchronize()
+        self.kept.clear()
+
+    def read_everything(self) -> None:
+        """What a prefill does: after a flush, kernels read every record of every layer."""
+        self.pager.flush(COMPUTE)
+        for layer in range(LAYERS):
+            self.gpu.enqueue(COMPUTE, "run", lambda layer=layer: self.kernel(layer, list(range(EXPERTS))))  # type: ignore[misc]
+        self.gpu.synchronize()
+
+    def close(self) -> None:
+        self.gpu.synchronize()
+        self.pager.close()
+        self.gpu.close()
+
+
+@pytest.mark.parametrize(("num_slots", "num_transit"), [(0, 0), (1, 0), (3, 3), (6, 2), (20, 4), (LAYERS * EXPERTS, 0)])
+def test_kernels_read_the_right_bytes_in_every_order_of_the_streams(num_slots: int, num_transit: int) -> None:
+    """Copies, tables, requests and replies run as late as their streams let them: no kernel reads a record that is not wholly there."""
+    draw = random.Random(num_slots)
+    world = World(num_slots, num_slots, num_transit)
+    try:
+        for step in range(60):
+            world.decode(draw, draw.randint(1, ROWS))
+            if step % 7 == 3:
+                first = draw.randint(0, num_slots)
+                world.pager.vacate(first, draw.randint(0, num_slots - first))
+                world.read_everything()
+        assert world.gpu.problems == []
+        counters = world.pager.counters()
+        assert counters.steps == 60 * LAYERS
+        assert counters.missed == counters.admitted + counters.transit + counters.in_place
+        assert (counters.admitted > 0) == (num_slots > num_transit)
+        assert counters.bytes_copied == STRIDE * (counters.admitted + counters.transit)
+    finally:
+        world.close()
+
+
+def test_with_a_slot_for_every_record_each_is_copied_once() -> None:
+    """Then nothing is read on the host any more."""
+    draw = random.Random(1)
+    world = World(1, LAYERS * EXPERTS, 0)
+    try:
+        for _ in range(30):
+            world.decode(draw, ROWS)
+        assert world.pager.counters().admitted == LAYERS * EXPERTS
+        assert world.reads_on_host == 0
+        assert sorted(world.pager.where().tolist()) == list(range(LAYERS * EXPERTS))
+    finally:
+        world.close()
+
+
+def test_transit_slots_spare_the_host_and_keep_nothing() -> None:
+    """A record that is not worth a slot passes through a transit slot: read in device memory, on the host again afterwards."""
+    world = World(2, 8, 8)
+    try:
+        for _ in range(10):
+            world.decode(random.Random(2), 1)
+        assert world.reads_on_host == 0
+        counters = world.pager.counters()
+        assert (counters.admitted, counters.in_place, counters.hits) == (0, 0, 0)
+        assert counters.transit == counters.missed > 0
+        assert (world.pager.where() == -1).all()
+    finally:
+        world.close()
+
+
+def test_a_hot_record_is_not_driven_out_by_ones_that_come_once() -> None:
+    """One slot: the record that every step picks keeps it."""
+    world = World(3, 1, 0)
+    try:
+        for step in range(40):
+            for layer in range(LAYERS):
+                picks = np.array([[0, 1 + step % 11, 1 + (step + 3) % 11, 1 + (step + 7) % 11]] if layer == 0 else [[5, 6, 7, 8]], np.int64)
+                world.kept.append(picks)
+                world.pager.step(layer, 1, picks.ctypes.data, COMPUTE)
+            world.gpu.synchronize()
+        where = world.pager.where()
+        assert (where >= 0).sum() == 1
+        assert int(np.flatnonzero(where >= 0)[0]) in {0, *(layer * EXPERTS + e for layer in (1, 2) for e in (5, 6, 7, 8))}
+    finally:
+        world.close()
+
+
+def test_put_makes_a_record_resident() -> None:
+    """A record that the caller copied is a hit from the next step on; a taken slot and a transit slot are refused."""
+    world = World(4, 6, 2)
+    try:
+        world.slots[3] = world.host[5]
+        world.pager.put(5, 3)
+        world.pager.flush(COMPUTE)
+        picks = np.array([[5, 5, 5, 5]], np.int64)
+        world.pager.step(0, 1, picks.ctypes.data, COMPUTE)
+        world.gpu.enqueue(COMPUTE, "run", lambda: world.kernel(0, [5]))
+        world.gpu.synchronize()
+        assert world.gpu.problems == []
+        assert world.pager.counters().hits == 4
+        assert world.reads_on_host == 0
+        for record, slot in ((6, 3), (5, 4), (7, 0)):
+            with pytest.raises(ValueError, match=r"taken|transit"):
+                world.pager.put(record, slot)
+    finally:
+        world.close()
+
+
+def test_a_refused_copy_is_read_in_place_and_reported() -> None:
+    """No step hangs and no kernel reads a wrong byte; the next look at the counters says that the device failed."""
+    draw = random.Random(5)
+    world = World(5, 10, 2)
+    try:
+        world.decode(draw, 4)
+        world.gpu.refuse_copies = True
+        for _ in range(10):
+            world.decode(draw, 4)
+        assert world.gpu.problems == []
+        with pytest.raises(KernelError, match="a copy to the GPU failed"):
+            world.pager.counters()
+    finally:
+        world.close()
+
+
+def test_masked_picks_bring_nothing() -> None:
+    """An index that is no expert (a pick of another lane) is left out."""
+    world = World(6, 4, 0)
+    try:
+        picks = np.array([[EXPERTS, EXPERTS, 2, -1]], np.int64)
+        world.pager.step(1, 1, picks.ctypes.data, COMPUTE)
+        world.gpu.synchronize()
+        assert (world.pager.counters().picks, world.pager.counters().missed) == (1, 1)
+    finally:
+        world.close()
+
+
+def test_closing_answers_what_was_asked() -> None:
+    """A stop in the middle of a step lets the device go on."""
+    world = World(7, 4, 0)
+    picks = np.array([[1, 2, 3, 4]], np.int64)
+    for layer in range(LAYERS):
+        world.pager.step(layer, 1, picks.ctypes.data, COMPUTE)
+    world.pager.close()
+    world.gpu.synchronize()
+    world.gpu.close()
+
+
+def test_wrong_sizes_are_refused_by_name() -> None:
+    """Before a thread starts."""
+    with pytest.raises(ValueError, match="more transit slots than slots"):
+        World(8, 1, 2)
