@@ -55,10 +55,12 @@ class Engine:
     Attributes:
         run_dir: sockets and state that do not outlive the machine; short, because socket paths are.
         env: environment of every podman and docker-compose call.
+        ticking: False while no health checks are to be run.
     """
 
     run_dir: Path
     env: dict[str, str] = field(default_factory=dict)
+    ticking: bool = True
     _service: subprocess.Popen[bytes] | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _ticker: threading.Thread | None = None
@@ -145,6 +147,8 @@ class Engine:
     def _tick(self) -> None:
         """Runs every container's health check in turn; podman itself keeps count and honours start periods."""
         while not self._stop.wait(TICK_S):
+            if not self.ticking:
+                continue
             with contextlib.suppress(OSError, http.client.HTTPException, ValueError):
                 for container in self._get("/v4.0.0/libpod/containers/json"):
                     if self._stop.is_set():
