@@ -100,6 +100,19 @@ def test_a_thinking_budget_ends_the_reasoning(client: openai.OpenAI, model: str)
     assert found["choices"][0]["message"]["content"]
 
 
+def test_usage_of_a_prompt_that_was_there_before(client: openai.OpenAI, model: str) -> None:
+    """The second time its tokens come from the cache; answers count the same streamed or whole, reasoning included."""
+    question = "Tell me, please: what is the capital of Italy, and what is the capital of Spain, and what is the capital of France?"
+    fields: Any = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 60}
+    first, again = (client.chat.completions.create(**fields) for _ in range(2))
+    *_, last = client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    for usage in (again.usage, last.usage):
+        assert usage.completion_tokens == first.usage.completion_tokens
+        assert usage.prompt_tokens == first.usage.prompt_tokens
+        assert usage.completion_tokens_details.reasoning_tokens == first.usage.completion_tokens_details.reasoning_tokens > 0
+        assert usage.prompt_tokens > usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens_details.cached_tokens
+
+
 def test_choices_and_scores(client: openai.OpenAI, model: str) -> None:
     """n choices with one seed repeat; echoed prompts score the same whether a token is generated after them or not."""
 

@@ -54,6 +54,8 @@ def test_streaming_and_whole_answers_agree(stack: Stack, case: Case, per_event: 
     ids = [entry["id"] for entry in streamed.tool_calls]
     assert all(name.startswith("call_") for name in ids)
     assert len(set(ids)) == len(case.calls)
+    whole = [entry["id"] for entry in choice["message"].get("tool_calls", [])]
+    assert [(name[:5], len(name)) for name in whole] == [(name[:5], len(name)) for name in ids]
 
 
 def test_the_shape_of_a_whole_answer(stack: Stack) -> None:

@@ -72,6 +72,15 @@ def test_n_choices_stream_interleaved_and_whole(stack: Stack) -> None:
     assert [chunk["usage"] for chunk in streamed.chunks[:-1]] == [None] * (len(streamed.chunks) - 1)
 
 
+@pytest.mark.parametrize("texts", [("", "</think>"), ("</think><tool_call>f</tool_call>", ""), ("</think>x", "hm")])
+def test_every_choice_has_its_role_in_its_first_chunk(stack: Stack, texts: tuple[str, str]) -> None:
+    """Once per index, also where a choice begins with a call or ends at once."""
+    play_each(stack, *texts)
+    for parts in choices_of(stream(stack, n=2, tools=[TOOL]), 2):
+        assert [part["delta"].get("role") for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert len([part for part in parts if part["finish_reason"]]) == 1
+
+
 def test_choices_draw_for_themselves(stack: Stack) -> None:
     """Seeds are derived: the first choice draws as a request of its own would, the others differently, and the same every time."""
     stack.post(n=3, seed=7)

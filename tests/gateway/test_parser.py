@@ -38,6 +38,17 @@ TOOLS = [
     tool("run_in_shell", command=STRING),
     tool("put", o={"type": "object"}),
     {"type": "function", "function": {"name": "free"}},
+    {
+        "type": "function",
+        "function": {
+            "name": "send",
+            "parameters": {
+                "type": "object",
+                "properties": {"to": {"type": ["string", "null"]}, "ref": {"$ref": "#/$defs/Id"}},
+                "$defs": {"Id": {"type": "integer"}},
+            },
+        },
+    },
 ]
 
 
@@ -81,6 +92,13 @@ CASES = [
     ),
     Case("nullable string that begins like null", call("tag", tag="nullable"), calls=[("tag", {"tag": "nullable"})], finish="tool_calls"),
     Case("null", call("tag", tag="null"), calls=[("tag", {"tag": None})], finish="tool_calls"),
+    Case(
+        "null and a number behind a reference",
+        call("send", to="null", ref="12"),
+        calls=[("send", {"to": None, "ref": 12})],
+        raw_arguments=['{"to": null, "ref": 12}'],
+        finish="tool_calls",
+    ),
     Case("empty nullable string", call("tag", tag=""), calls=[("tag", {"tag": ""})], finish="tool_calls"),
     Case(
         "array and nullable string",

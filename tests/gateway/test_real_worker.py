@@ -102,6 +102,18 @@ def test_forbidden_tokens_stay_away(real: Stack) -> None:
     assert second["tokens"] != first["tokens"]
 
 
+def test_off_is_off_and_zero_is_greedy(real: Stack) -> None:
+    """top_k -1 and 0 draw as without it, top_k 1 does not; temperature 0 takes the likeliest token whatever the seed."""
+
+    def drawn(**fields: Any) -> str:
+        return str(real.post(TEXT, model=MODEL, prompt="Hello", max_tokens=12, ignore_eos=True, **fields).json()["choices"][0]["text"])
+
+    free = drawn(seed=5, temperature=1.5)
+    assert drawn(seed=5, temperature=1.5, top_k=-1) == drawn(seed=5, temperature=1.5, top_k=0) == free
+    greedy = drawn(seed=5, temperature=0)
+    assert drawn(seed=6, temperature=0) == drawn(seed=5, temperature=1.5, top_k=1) == greedy != free
+
+
 def test_a_prompt_beyond_the_context_is_refused(real: Stack) -> None:
     """A prompt of the whole context is refused with the worker's own number."""
     error = check_error(real.post(TEXT, model=MODEL, prompt=[5] * 16384), "prompt")
