@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kernels.python import expert, lib
 
 _MOST_CPUS = 4096
+_SHARED_HUGE = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _NODES = pathlib.Path("/sys/devices/system/node")
 
 
@@ -112,6 +113,15 @@ def memory_on(node: int) -> Iterator[str]:
 def advise_huge(memory: npt.NDArray[Any]) -> bool:
     """Asks for 2 MiB pages in an array's memory. False when the system refuses; whether it gave any says `huge_bytes`."""
     return bool(_signatures().moe_advise_huge(memory.ctypes.data, memory.nbytes) == 0)
+
+
+def shared_huge_policy() -> str:
+    """When the system gives shared memory 2 MiB pages: "never", "advise" (to who asks), "always", ...; "" where it does not tell."""
+    try:
+        text = _SHARED_HUGE.read_text()
+    except OSError:
+        return ""
+    return text.partition("[")[2].partition("]")[0]
 
 
 def huge_bytes(memory: npt.NDArray[Any]) -> int:

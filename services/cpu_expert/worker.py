@@ -7,7 +7,7 @@ import os
 import time
 from typing import Protocol
 
-from kernels.python import segments
+from kernels.python import host, segments
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmInUse, ShmMismatch
 from kernels.python.job_server import JobServer, ServerStep
@@ -121,11 +121,10 @@ class ExpertWorker:
         self.metrics.attached(where.threads)
         log.info("attached to %s: kernel %s (%s)", self._ctl_path, stats["kernel"], stats["kernel_reason"])
         cpus = f" on CPUs {', '.join(map(str, where.cpus))}" if where.cpus else ""
-        log.info("%d kernel threads%s (%s)", where.threads, cpus, where.reason)
-        if stats["huge_bytes"] < 0:
-            log.info("arena in 2 MiB pages: unknown (%s)", stats["huge_note"])
-        else:
-            log.info("arena in 2 MiB pages: %.1f MiB%s", stats["huge_bytes"] / 2**20, f" ({stats['huge_note']})" * bool(stats["huge_note"]))
+        log.info("kernel threads: %d%s (%s)", where.threads, cpus, where.reason)
+        given = f"{stats['huge_bytes'] / 2**20:.0f} MiB" if stats["huge_bytes"] >= 0 else "unknown"
+        why = stats["huge_note"] or f"shmem_enabled of this system is {host.shared_huge_policy() or 'not known'}"
+        log.info("arena in 2 MiB pages: %s (%s)", given, why)
         self._last_reason = ""
 
     def _serve(self, server: JobServer) -> bool:

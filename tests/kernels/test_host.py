@@ -7,6 +7,7 @@ import pathlib
 import threading
 
 import numpy as np
+import pytest
 
 from kernels.python import host
 
@@ -53,6 +54,38 @@ def test_huge_pages_are_reported_as_the_system_gives_them() -> None:
     if accepted and enabled.exists() and "[never]" not in enabled.read_text():
         assert given >= 8 << 20
     assert host.huge_bytes(np.zeros(64, np.uint8)) >= 0
+
+
+def test_the_policy_for_shared_memory_is_the_systems(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The word in brackets is the one in force; a system that does not tell gives none."""
+    (tmp_path / "shmem_enabled").write_text("always within_size [advise] never deny force\n")
+    monkeypatch.setattr(host, "_SHARED_HUGE", tmp_path / "shmem_enabled")
+    assert host.shared_huge_policy() == "advise"
+    monkeypatch.setattr(host, "_SHARED_HUGE", tmp_path / "nothing")
+    assert host.shared_huge_policy() == ""
+
+
+def test_memory_can_be_asked_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node: nothing to place, which is told. Several: asked of that one, of none again afterwards. Another one is refused."""
+    node = host.numa_nodes()[0]
+    host.prefer_node(node)
+    host.prefer_node(None)
+    with pytest.raises(OSError, match="node 5000"):
+        host.prefer_node(5000)
+    asked: list[int | None] = []
+    monkeypatch.setattr(host, "prefer_node", asked.append)
+    monkeypatch.setattr(host, "numa_nodes", lambda: [0])
+    with host.memory_on(0) as told:
+        assert "one memory node" in told
+    with host.memory_on(-1) as told:
+        assert told == ""
+    assert asked == []
+    monkeypatch.setattr(host, "numa_nodes", lambda: [0, 1])
+    with host.memory_on(1) as told:
+        assert (told, asked) == ("memory from node 1", [1])
+    assert asked == [1, None]
+    with pytest.raises(host.NoSuchNodeError, match=r"\[0, 1\]"), host.memory_on(2):
+        pass
 
 
 def test_memory_without_a_whole_page_needs_no_advice() -> None:
