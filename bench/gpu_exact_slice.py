@@ -42,6 +42,7 @@ DENSE_LAYERS = 3
 TEXT = "model.language_model."
 TINY = report.ROOT / "models" / "tiny" / "checkpoint"
 PROMPT = 64
+PREFILLED = ("every expert in VRAM", "slots, on demand")
 Tensors = dict[str, tuple[str, list[int], bytes]]
 
 
@@ -277,8 +278,23 @@ def decode(backend: Exl3Backend, routing: ForcedRouting, streams: int, warm: int
     }
 
 
+def prefill(backend: Exl3Backend, tokens: int) -> dict[str, Any]:
+    """One prompt in one pass, the second time."""
+    times = []
+    for _ in range(2):
+        stream = backend.open_stream()
+        ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        backend.prefill(stream, ids, all_logits=False)
+        times.append(time.perf_counter() - began)
+        backend.close_stream(stream)
+    return {"first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+
+
 def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpoint, deadline: float) -> tuple[list[Any], dict[str, Any]]:
-    trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8)
+    depths = tuple(routing_trace.SLICE_DEPTHS[i * len(routing_trace.SLICE_DEPTHS) // args.layers] for i in range(args.layers))
+    trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8, depths=depths)
     routing = ForcedRouting(loaded, trace)
     count = loaded.records.num_records
     slots = round(routing_trace.SLOT_SHARE * count)
@@ -286,7 +302,7 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
         checkpoint.config.vocab_size, 2048, 8, "cuda", "", "exact", "", "exllamav3", "", 0, 0, "", chunk_size=2048, page_tokens=PAGE_TOKENS
     )
     rows: list[dict[str, Any]] = []
-    figures: dict[str, Any] = {"slots": slots, "records": count}
+    figures: dict[str, Any] = {"slots": slots, "records": count, "depths": depths}
     resident_ms: dict[int, float] = {}
     modes = (
         ("every expert in VRAM", count, {"admit": False}),
@@ -314,6 +330,10 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
                 rows.append(row)
                 print(row, flush=True)
                 args.save(rows, figures)
+            if name in PREFILLED and time.monotonic() < deadline:
+                rows.append({"name": name, "prefill": args.prefill, **prefill(backend, args.prefill)})
+                print(rows[-1], flush=True)
+                args.save(rows, figures)
             store.close()
             del backend, store
     one = trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K)
@@ -336,6 +356,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the measured prefill")
     parser.add_argument("--admit-after", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--out", type=Path, default=report.ROOT / "docs" / "results" / "gpu_exact_slice.json")

@@ -48,6 +48,7 @@ DevicePager::~DevicePager() {
 void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
   require(layer < spec_.num_layers, "layer: out of range");
   require(rows >= 1 && rows <= spec_.max_rows, "rows: out of range");
+  if (enqueued_ - served_.load(std::memory_order_acquire) >= kRing) throw Error(GLM53_TIMEOUT, "the host is too far ahead of the device");
   const uint64_t number = ++enqueued_;
   const uint32_t value = static_cast<uint32_t>(number);
   ring_[number % kRing] = {layer, rows};
@@ -73,6 +74,7 @@ void DevicePager::run() {
     if (!wait_for_request(served + 1)) return;
     ++served;
     answer(served, ring_[served % kRing]);
+    served_.store(served, std::memory_order_release);
   }
 }
 

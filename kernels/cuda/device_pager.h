@@ -78,6 +78,7 @@ class DevicePager {
   std::array<Step, kRing> ring_{};
   uint64_t enqueued_ = 0;  // the stepping thread's
   SeqWord armed_;          // steps whose request is enqueued
+  std::atomic<uint64_t> served_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};
 

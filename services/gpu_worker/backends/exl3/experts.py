@@ -262,7 +262,9 @@ class ExpertStore:
         """A prefill pass of so many rows is about to run; its first two layers are staged from now on."""
         self._staging, self._staging_open = None, True
         if self._on_demand is not None:
-            # Decode steps are over: their transit slots leave the tables.
+            # Decode steps must be over before slots are lent and transit slots leave the tables. They are, but where a short prompt ran as
+            # one.
+            torch.cuda.current_stream(self._table.device).synchronize()
             self._on_demand.flush()
             self._where[:] = self._on_demand.where()
         # No more slots than the layer that misses most can fill.
