@@ -42,6 +42,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_CONTEXT_TOKENS",
         "GLM53_CHUNK_SIZE",
         "GLM53_DEVICE",
+        "GLM53_EC_ADMISSION",
         "GLM53_EC_ADMIT_AFTER",
         "GLM53_EC_MAX_SLOTS",
         "GLM53_EC_RESERVE_GB",
