@@ -61,12 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--slots", default="24")
+    parser.add_argument("--admission", default="auto", choices=("auto", "in_step", "between_steps"))
     parser.add_argument("--warm-up", action="store_true")
     args = parser.parse_args()
     env = {
         "GLM53_DEVICE": args.device,
         "GLM53_MODE": "exact",
         "GLM53_EC_MAX_SLOTS": args.slots,
+        "GLM53_EC_ADMISSION": args.admission,
         "GLM53_WARM_UP": str(int(args.warm_up)),
         "GLM53_CACHE_TOKENS": "32768",
         "GLM53_CONTEXT_TOKENS": "4096",

@@ -12,6 +12,7 @@ import torch
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
+from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
@@ -32,6 +33,7 @@ Note = Callable[[float, str], None]
 DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
 DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
+AUTO_IN_STEP = False
 
 
 @dataclass
@@ -74,7 +76,11 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     slots, slots_reason = resolve_slots(
         settings.ec_max_slots, free_bytes(), int(settings.ec_reserve_gb * (1 << 30)), loaded.records.stride, loaded.records.num_records
     )
-    options = ExpertOptions(PlacementOptions(admit_after=settings.ec_admit_after))
+    options = ExpertOptions(
+        PlacementOptions(admit_after=settings.ec_admit_after),
+        on_demand=settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP),
+        pager=PagerPolicy(admit_after=settings.ec_admit_after),
+    )
     store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
     # Something is in every slot from the start; the first steps' picks replace it by what is wanted.
     store.place(spread(slots, loaded.records.num_records))
