@@ -66,7 +66,7 @@ class CpuDevice final : public Device {
   uint32_t default_min_cpu_experts() const override { return 1; }
   // A prime, so that with any usual number of layers every layer has its turn. More often would only cost: on one machine's own cores the
   // other process gains nothing for experts this small.
-  uint32_t default_min_cpu_every() const override { return 11; }
+  uint32_t default_min_cpu_every() const override { return 31; }
   void stage(StepRequest* request) override;
   void signal(SeqWord* word, uint64_t pass) override { word->post(pass); }
   void wait(SeqWord* word, uint64_t pass, const char* what) override;
