@@ -101,8 +101,9 @@ def test_every_reference_leads_somewhere(overlay: list[Manifest]) -> None:
         volumes = {volume["name"]: volume for volume in pod.get("volumes", [])}
         assert claims.isdisjoint(volumes)
         for volume in volumes.values():
-            if "configMap" in volume:
-                assert ("ConfigMap", volume["configMap"]["name"]) in there
+            for source in [volume, *volume.get("projected", {}).get("sources", [])]:
+                if "configMap" in source:
+                    assert ("ConfigMap", source["configMap"]["name"]) in there
             if "secret" in volume:
                 assert ("Secret", volume["secret"]["secretName"]) in there
             if "persistentVolumeClaim" in volume:
@@ -327,6 +328,15 @@ def test_rules_and_dashboards_are_those_of_compose() -> None:
     for name, folder in folders.items():
         files = {path.name: path.read_text() for path in (ROOT / "deploy" / folder).iterdir()}
         assert maps[name] == files
+
+
+def test_prometheus_gets_every_rule_file() -> None:
+    """The pod has the configuration and, where that looks for them, all the rules."""
+    pod = pod_of(find(render("cpu"), "Deployment", "prometheus"))
+    (config,) = [volume for volume in pod["volumes"] if volume["name"] == "config"]
+    items = [item for source in config["projected"]["sources"] for item in source["configMap"].get("items", [])]
+    assert {item["path"] for item in items} == {f"rules/{path.name}" for path in (ROOT / "deploy/prometheus/rules").iterdir()}
+    assert all(item["path"] == f"rules/{item['key']}" for item in items)
 
 
 def find_map(name: str) -> Manifest:
