@@ -99,7 +99,7 @@ class GpuWorkerSettings(ServiceSettings):
     ec_admission: Literal["auto", "in_step", "between_steps"] = Field(
         "auto",
         validation_alias="GLM53_EC_ADMISSION",
-        description="On a GPU: a missing expert is copied into a slot within the step that picked it, or read in place and copied after it.",
+        description="On a GPU: a missing expert is copied into a slot in the step that picked it, or read in place and copied after it.",
     )
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."
