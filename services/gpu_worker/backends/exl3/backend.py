@@ -5,6 +5,7 @@ The passes are those that exllamav3's own generator makes (same rows, same block
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -20,9 +21,21 @@ from services.gpu_worker.patches.replace import Replacements
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _inference(method: F) -> F:
-    """Runs a method in torch's inference mode: exllamav3's caches are inference tensors, which nothing else may write."""
-    return cast("F", torch.inference_mode()(method))
+def _on_device(method: F) -> F:
+    """Runs a method in torch's inference mode: exllamav3's caches are inference tensors, which nothing else may write.
+
+    A device error becomes BackendLostError: after it every later call fails too.
+    """
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with torch.inference_mode():
+                return method(*args, **kwargs)
+        except torch.AcceleratorError as error:
+            raise BackendLostError(f"the GPU failed: {error}") from error
+
+    return cast("F", run)
 
 
 SCORED_ROWS = 256  # logits of so many positions at once: at a real vocabulary 256 rows are 160 MB
@@ -81,7 +94,7 @@ class Exl3Backend:
         streams = list(self._open.values())
         return sum(s.length for s in streams), sum(len(s.pages) for s in streams) * PAGE_TOKENS
 
-    @_inference
+    @_on_device
     def open_stream(self, snapshot: Snapshot | None = None) -> GpuStream:
         """Opens an empty stream. There are no snapshots to continue."""
         if snapshot is not None:
@@ -96,7 +109,7 @@ class Exl3Backend:
         """None: a recurrent state can only be kept together with a whole number of pages, which the engine does not ask for."""
         del stream
 
-    @_inference
+    @_on_device
     def close_stream(self, stream: Stream) -> None:
         """Gives pages and state back."""
         gone = self._open.pop(id(stream))
@@ -104,7 +117,7 @@ class Exl3Backend:
         if gone.state is not None:
             gone.state.free()
 
-    @_inference
+    @_on_device
     def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
         """Appends a chunk of prompt."""
         mine = cast("GpuStream", stream)
@@ -126,13 +139,13 @@ class Exl3Backend:
         }
         if len(token_ids) > 1:
             self.experts.begin_prefill(len(token_ids))
-        logits = self._forward(torch.tensor([list(token_ids)], dtype=torch.int64), params)
+        logits = self._model.forward(torch.tensor([list(token_ids)], dtype=torch.int64), params)
         stream.length += len(token_ids)
         result: Logits = logits[0, -rows:, : self.info.vocab_size].float().cpu().numpy()
         self.experts.between_passes()
         return result
 
-    @_inference
+    @_on_device
     def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
         """Appends one token to each stream."""
         batch = cast("Sequence[GpuStream]", streams)
@@ -157,7 +170,7 @@ class Exl3Backend:
             "recurrent_history": False,
             "pinned_staging": True,
         }
-        logits = self._forward(ids, params)
+        logits = self._model.forward(ids, params)
         for stream in batch:
             stream.length += 1
         out = self._logits[: len(batch)]
@@ -167,13 +180,6 @@ class Exl3Backend:
         result: Logits = out.numpy().copy()
         self.experts.between_passes()
         return result
-
-    def _forward(self, ids: torch.Tensor, params: dict[str, Any]) -> Any:
-        try:
-            return self._model.forward(ids, params)
-        except torch.AcceleratorError as error:
-            # After a device error every later call fails too.
-            raise BackendLostError(f"the GPU failed: {error}") from error
 
     def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A pinned buffer that is used again; the step before has been waited for."""

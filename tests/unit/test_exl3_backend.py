@@ -1,0 +1,172 @@
+"""The GPU backend's bookkeeping over a fake model: chunks, pages, batches, device errors. Bits are compared on a GPU (tests/gpu)."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError
+from services.gpu_worker.backends.exl3 import backend as module
+from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
+from services.gpu_worker.patches.replace import Replacements
+
+VOCAB = 11
+
+
+class FakeState:
+    def __init__(self, cache: FakeCache) -> None:
+        self.cache = cache
+
+    def free(self) -> None:
+        self.cache.states_open -= 1
+
+
+class FakeCache:
+    def __init__(self, max_num_tokens: int) -> None:
+        self.max_num_tokens = max_num_tokens
+        self.states_open = 0
+
+    def get_new_state(self) -> FakeState:
+        self.states_open += 1
+        return FakeState(self)
+
+
+class FakeModel:
+    """Logits whose best column is (token + 1) % VOCAB; keeps what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[list[int]], dict[str, Any]]] = []
+        self.error: BaseException | None = None
+
+    def get_recurrent_layers(self) -> list[str]:
+        return ["kda"]
+
+    def forward(self, ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in params.items()}
+        self.calls.append((ids.tolist(), copies))
+        rows = params.get("last_tokens_only", ids.shape[1])
+        return torch.nn.functional.one_hot((ids[:, -rows:] + 1) % VOCAB, VOCAB + 2).half()
+
+
+class FakeExperts:
+    progress = 7
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def begin_prefill(self, rows: int) -> None:
+        self.events.append(rows)
+
+    def between_passes(self) -> None:
+        self.events.append("between")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Exl3Backend, FakeModel, FakeCache, FakeExperts]:
+    real = {name: getattr(torch, name) for name in ("empty", "zeros")}
+
+    def pageable(name: str) -> Any:
+        return lambda *args, pin_memory=False, **kwargs: real[name](*args, **kwargs)
+
+    fake_torch = types.SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("tensor", "int32", "int64", "float32", "inference_mode", "AcceleratorError", "device")},
+        empty=pageable("empty"),
+        zeros=pageable("zeros"),
+        cuda=types.SimpleNamespace(current_device=lambda: 0, current_stream=lambda _d: types.SimpleNamespace(synchronize=lambda: None)),
+    )
+    monkeypatch.setattr(module, "torch", fake_torch)
+    info = BackendInfo(VOCAB, 2 * PAGE_TOKENS, 3, "cuda", "", "exact", "", "", "", 0, 0, "")
+    model, cache, experts = FakeModel(), FakeCache(5 * PAGE_TOKENS), FakeExperts()
+    return Exl3Backend(model, cache, experts, None, Replacements(), info), model, cache, experts  # type: ignore[arg-type]
+
+
+def test_a_prompt_and_its_answer_go_through_pages_and_positions(made: Any) -> None:
+    """A chunk starts where the last one ended, on the stream's own pages; logits are cut to the vocabulary."""
+    backend, model, _, experts = made
+    stream = backend.open_stream()
+    logits = backend.prefill(stream, [1, 2, 3], all_logits=False)
+    assert logits.shape == (1, VOCAB)
+    assert logits.argmax() == 4
+    backend.prefill(stream, list(range(10)) * 30, all_logits=False)
+    assert stream.length == 303
+    (_, first), (_, second) = model.calls
+    assert first["block_table"].tolist() == [[0]]
+    assert second["block_table"].tolist() == [[0, 1]]
+    assert second["cache_seqlens"].tolist() == [3]
+    assert experts.events == [3, "between", 300, "between"]
+
+
+def test_scores_come_for_every_position_in_bounded_pieces(made: Any) -> None:
+    """As many rows as tokens; no pass returns more than SCORED_ROWS of them."""
+    backend, model, _, _ = made
+    stream = backend.open_stream()
+    tokens = [i % 9 for i in range(SCORED_ROWS + 20)]
+    logits = backend.prefill(stream, tokens, all_logits=True)
+    assert logits.argmax(axis=1).tolist() == [t + 1 for t in tokens]
+    assert [len(ids[0]) for ids, _ in model.calls] == [SCORED_ROWS, 20]
+
+
+def test_a_batch_has_one_row_per_stream_and_the_result_is_the_callers(made: Any) -> None:
+    """Rows, lengths and block tables belong together; a later step does not change an earlier result."""
+    backend, model, _, _ = made
+    a, b = backend.open_stream(), backend.open_stream()
+    backend.prefill(a, [0] * PAGE_TOKENS, all_logits=False)
+    backend.prefill(b, [0] * 5, all_logits=False)
+    first = backend.decode([a, b], [3, 8])
+    kept = first.copy()
+    backend.decode([b, a], [1, 2])
+    ids, params = model.calls[2]
+    assert ids == [[3], [8]]
+    assert params["cache_seqlens"].tolist() == [PAGE_TOKENS, 5]
+    assert params["block_table"][:, :2].tolist() == [[0, 2], [1, 0]]
+    assert params["block_table"].shape[1] % 16 == 0
+    assert np.array_equal(first, kept)
+    assert first.argmax(axis=1).tolist() == [4, 9]
+    assert (a.length, b.length) == (PAGE_TOKENS + 2, 7)
+
+
+def test_streams_are_admitted_only_with_room_for_the_whole_context(made: Any) -> None:
+    """Five pages hold two contexts of two pages; closing gives pages and states back."""
+    backend, _, cache, _ = made
+    assert backend.streams_free == 2
+    streams = [backend.open_stream(), backend.open_stream()]
+    assert backend.streams_free == 0
+    with pytest.raises(RuntimeError, match="pages are reserved"):
+        backend.open_stream()
+    backend.prefill(streams[0], [1] * 300, all_logits=False)
+    assert backend.memory_tokens == (300, 2 * PAGE_TOKENS)
+    with pytest.raises(RuntimeError, match="2 streams are open"):
+        backend.check_idle()
+    for stream in streams:
+        backend.close_stream(stream)
+    backend.check_idle()
+    assert (backend.streams_free, cache.states_open, backend.memory_tokens) == (2, 0, (0, 0))
+
+
+def test_more_tokens_than_the_cache_has_fail_this_call_alone(made: Any) -> None:
+    """The stream keeps what it has."""
+    backend, _, _, _ = made
+    stream = backend.open_stream()
+    with pytest.raises(PagesExhausted):
+        backend.prefill(stream, [1] * (6 * PAGE_TOKENS), all_logits=False)
+    assert stream.length == 0
+    assert backend.prefill(stream, [1], all_logits=False).argmax() == 2
+
+
+def test_a_device_error_ends_the_backend_and_others_do_not(made: Any) -> None:
+    """The engine restarts the worker for the first and fails one request for the second."""
+    backend, model, _, _ = made
+    stream = backend.open_stream()
+    model.error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(BackendLostError, match="the GPU failed: CUDA error"):
+        backend.decode([stream], [1])
+    model.error = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        backend.decode([stream], [1])
