@@ -102,9 +102,9 @@ def test_the_lanes_are_balanced_by_cost(made: Stage, costs: dict[str, float], ex
 
 
 def test_the_default_keeps_the_cpu_lane_alive_now_and_then(made: Stage) -> None:
-    """Where the lane gains nothing, the CPU device still gives it one miss in every eleventh step of a layer."""
+    """Where the lane gains nothing, the CPU device still gives it one miss in every 31st step of a layer."""
     with made.engine(backend="in_process", num_slots=0, ct_a_us=1e8, min_cpu_experts=None) as engine:
-        for _ in range(23):
+        for _ in range(63):
             forward(engine, spread_batch(np.random.default_rng(1)))
         assert engine.stats()["experts"]["cpu"] == 3
 
