@@ -252,6 +252,17 @@ def test_a_small_tmpfs_is_refused_with_the_size_to_pass(tmp_path: Path) -> None:
     assert "sizeLimit" in found.fix
 
 
+def test_records_that_a_dead_worker_left_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tmpfs that is full of the records of an earlier worker has room for the next one: it takes them over or replaces them."""
+    left = Path(segments.arena_path(tmp_path, "x"))
+    left.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(sharedmem.os, "statvfs", lambda path: argparse.Namespace(f_bavail=0, f_frsize=4096))
+    roomy = memory.Memory(GIB, 0, 0, capped=True, host_available=GIB)
+    assert not failed(sharedmem.room(str(tmp_path), "x", 1 << 20, roomy))
+    left.unlink()
+    assert failed(sharedmem.room(str(tmp_path), "x", 1 << 20, roomy))
+
+
 def test_memory_below_the_records_is_refused(tmp_path: Path) -> None:
     """Pages of the arena count as the worker's: a container limit, or a host, below them is refused."""
     small = memory.Memory(2 * GIB, 0, 0, capped=True, host_available=64 * GIB)
