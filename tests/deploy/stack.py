@@ -154,7 +154,8 @@ def settings() -> dict[str, str]:
         "API_PORT": str(API_PORT),
         "PROMETHEUS_PORT": str(PROMETHEUS_PORT),
         "GRAFANA_PORT": str(GRAFANA_PORT),
-        # Two processes of the test machine's two CPUs, to see that sets arrive.
+        "COMPOSE_FILE": f"compose.yaml:{Path(__file__).parent / 'podman4.yaml'}",
+        # To see that CPU sets arrive.
         "EXPERT_CPUS": "1" if (os.cpu_count() or 1) > 1 else "0",
     }
 

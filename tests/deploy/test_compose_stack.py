@@ -137,7 +137,7 @@ def test_cpu_expert_may_die_under_load(running: Stack, answer: str) -> None:
     with Traffic(running) as traffic:
         running.crash("cpu-expert")
         running.wait_recovered("cpu-expert", restarts)
-        until(lambda: json.loads(get(f"{running.api}/stats")[1])["cpu_tier"]["state"] == "ON", "the CPU lane is back", 60)
+        until(lambda: json.loads(get(f"{running.api}/stats")[1])["cpu_tier"]["state"] == "UP", "the CPU lane is back", 60)
     assert traffic.errors == []
     assert set(traffic.answers) == {answer}
     assert traffic.slowest_s < OVER_S

@@ -175,6 +175,16 @@ def test_worker_and_cpu_expert_share_a_volume_and_may_lock_memory() -> None:
     assert "size=77m" in whole["volumes"]["shm"]["driver_opts"]["o"]
 
 
+def test_what_the_container_tests_change_is_one_spelling() -> None:
+    """The override for podman 4 says the same size in other words, and nothing else."""
+    shipped, tested = config(SHM_SIZE="128m"), config(COMPOSE_FILE=f"compose.yaml:{Path(__file__).parent / 'podman4.yaml'}")
+    options = [whole["volumes"]["shm"]["driver_opts"].pop("o").split(",") for whole in (shipped, tested)]
+    assert shipped == tested
+    assert options[0][1:] == options[1][1:]
+    pages = int(options[1][0].removeprefix("nr_blocks=").removesuffix("k")) * 1024
+    assert (options[0][0], pages * os.sysconf("SC_PAGE_SIZE")) == ("size=128m", 128 << 20)
+
+
 def test_sizes_and_cpus_come_from_the_env_file() -> None:
     """Memory and CPU sets are set where .env says, for the containers that it says."""
     services = config(WORKER_MEMORY="3g", EXPERT_MEMORY="2g", WORKER_CPUS="0-1", EXPERT_CPUS="2-3")["services"]
@@ -214,6 +224,17 @@ def test_the_gpu_profile_asks_for_one_gpu_by_its_cdi_name() -> None:
     model = next(volume for volume in service["volumes"] if volume["target"] == "/model")
     assert model["read_only"]
     assert not model["bind"].get("create_host_path", False)
+
+
+def test_monitoring_finds_its_files() -> None:
+    """What Prometheus and Grafana are given exists, and lies where their own files look for it."""
+    services = config()["services"]
+    mounts = {volume["target"]: Path(volume["source"]) for name in ("prometheus", "grafana") for volume in services[name]["volumes"]}
+    assert (mounts["/etc/prometheus"] / "prometheus.yml").is_file()
+    providers = yaml.safe_load((mounts["/etc/grafana/provisioning"] / "dashboards" / "glm53.yml").read_text())["providers"]
+    assert all(list(mounts[provider["options"]["path"]].glob("*.json")) for provider in providers)
+    sources = yaml.safe_load((mounts["/etc/grafana/provisioning"] / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert [source["url"] for source in sources] == ["http://prometheus:9090"]
 
 
 def test_the_build_context_is_a_list_of_what_goes_in() -> None:
