@@ -183,6 +183,7 @@ def chat(pod: Pod) -> str:
     return str(json.loads(text)["choices"][0]["message"]["content"])
 
 
+@pytest.mark.containers
 def test_both_containers_share_the_records_and_answer(pod: Pod) -> None:
     """cpu_expert computes picks of the request from the records that gpu_worker put into /dev/shm."""
     assert chat(pod)
@@ -200,6 +201,7 @@ def test_both_containers_share_the_records_and_answer(pod: Pod) -> None:
 BOXES = ("gpu-worker", "cpu-expert")
 
 
+@pytest.mark.containers
 def test_probes_find_what_they_ask_for(pod: Pod) -> None:
     """Every probe of both containers gets 200 from the running pod, at the port and path that the manifest names."""
     asked = 0
@@ -213,6 +215,7 @@ def test_probes_find_what_they_ask_for(pod: Pod) -> None:
     assert asked == 6
 
 
+@pytest.mark.containers
 def test_containers_are_confined_as_the_manifest_says(pod: Pod) -> None:
     """User, read-only root, no capabilities and the memory limit are what the running processes have."""
     for name in BOXES:
@@ -227,6 +230,7 @@ def test_containers_are_confined_as_the_manifest_says(pod: Pod) -> None:
         assert state["Memory"] == in_bytes(box["resources"]["limits"]["memory"])
 
 
+@pytest.mark.containers
 def test_a_crashed_worker_takes_the_records_over(pod: Pod) -> None:
     """Its container dies and is started again: the records are still in the pod's memory, the answer is the same."""
     before = chat(pod)
@@ -239,6 +243,7 @@ def test_a_crashed_worker_takes_the_records_over(pod: Pod) -> None:
     until(lambda: "glm53_cpu_expert_attached 1.0" in pod.get(30062, "/metrics")[1], "cpu_expert is attached again", READY_S, 0.3)
 
 
+@pytest.mark.containers
 def test_cpu_expert_leaves_after_the_worker(pod: Pod) -> None:
     """The preStop hook waits as long as the worker serves, and no longer: drained requests keep their CPU lane."""
     hook = container(pod_of(pod.manifest), "cpu-expert")["lifecycle"]["preStop"]["exec"]["command"]
