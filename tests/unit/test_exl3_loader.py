@@ -1,0 +1,119 @@
+"""What the GPU backend decides at start: slots, chunk, context, mode; Triton's saved choices."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.common.errors import ConfigError
+from services.gpu_worker.backends.exl3 import loader
+from services.gpu_worker.patches import triton_tuners
+from services.gpu_worker.settings import GpuWorkerSettings
+
+MIB = 1 << 20
+
+
+def test_slots_take_what_vram_is_left() -> None:
+    """Free less reserve, at most what was asked for and what there is, each with its reason."""
+    assert loader.resolve_slots(0, 100 * MIB, 20 * MIB, 8 * MIB, 50) == (10, "100 MiB free, 20 MiB reserve")
+    assert loader.resolve_slots(4, 100 * MIB, 20 * MIB, 8 * MIB, 50) == (4, "GLM53_EC_MAX_SLOTS")
+    assert loader.resolve_slots(40, 100 * MIB, 20 * MIB, 8 * MIB, 50) == (10, "100 MiB free, 20 MiB reserve")
+    assert loader.resolve_slots(0, 100 * MIB, 20 * MIB, MIB, 50) == (50, "every expert fits")
+
+
+def test_too_little_vram_is_refused_with_the_figures() -> None:
+    """Free, reserve, an expert's size, and what to lower."""
+    with pytest.raises(
+        ConfigError,
+        match=r"25 MiB of VRAM are free .* 20 MiB are kept in reserve: not one expert of 8\.0 MiB fits\. Lower GLM53_CACHE_TOKENS",
+    ):
+        loader.resolve_slots(0, 25 * MIB, 20 * MIB, 8 * MIB, 50)
+
+
+def test_the_first_records_are_spread_over_all_layers() -> None:
+    """Every layer gets its share, no record twice, all of them when there is room for all."""
+    assert loader.spread(4, 12) == [0, 3, 6, 9]
+    assert loader.spread(12, 12) == list(range(12))
+    assert len(set(loader.spread(7, 100))) == 7
+
+
+def test_a_gpu_prefills_in_large_chunks_unless_told_otherwise() -> None:
+    """8192 by default, the setting when it is given, never less than a page."""
+    assert loader.resolve_chunk(GpuWorkerSettings.load({})) == 8192
+    assert loader.resolve_chunk(GpuWorkerSettings.load({"GLM53_CHUNK_SIZE": "512"})) == 512
+    with pytest.raises(ConfigError, match="GLM53_CHUNK_SIZE=100 is less than a cache page of 256"):
+        loader.resolve_chunk(GpuWorkerSettings.load({"GLM53_CHUNK_SIZE": "100"}))
+
+
+def test_the_context_is_bounded_by_model_and_cache() -> None:
+    """What is refused names the smaller of the two."""
+    config: Any = types.SimpleNamespace(max_position_embeddings=65_536)
+    assert loader.resolve_context(0, 131_072, config) == 32_768
+    assert loader.resolve_context(0, 1024, config) == 1024
+    assert loader.resolve_context(50_000, 131_072, config) == 50_000
+    with pytest.raises(ConfigError, match="more than GLM53_CACHE_TOKENS 1024"):
+        loader.resolve_context(2048, 1024, config)
+    with pytest.raises(ConfigError, match="max_position_embeddings 65536"):
+        loader.resolve_context(70_000, 131_072, config)
+
+
+def test_modes_that_a_gpu_does_not_serve_are_refused() -> None:
+    """By name."""
+    assert loader.resolve_mode("auto")[0] == loader.resolve_mode("exact")[0] == "exact"
+    with pytest.raises(ConfigError, match="GLM53_MODE=fast is not served on the GPU"):
+        loader.resolve_mode("fast")
+
+
+class FakeConfig:
+    def __init__(self, **values: int) -> None:
+        self._values = values
+
+    def all_kwargs(self) -> dict[str, int]:
+        return self._values
+
+
+class FakeTuner:
+    def __init__(self) -> None:
+        self.configs = [FakeConfig(BLOCK=16, num_warps=4), FakeConfig(BLOCK=64, num_warps=8)]
+        self.cache: dict[Any, FakeConfig] = {}
+
+
+def modules() -> tuple[dict[str, Any], FakeTuner, FakeTuner]:
+    plain, wrapped = FakeTuner(), FakeTuner()
+    found = {
+        "exllamav3.a": types.SimpleNamespace(kernel=plain, number=3, again=plain),
+        "exllamav3.b": types.SimpleNamespace(heuristics=types.SimpleNamespace(fn=wrapped)),
+        "other": types.SimpleNamespace(kernel=FakeTuner()),
+    }
+    return found, plain, wrapped
+
+
+def test_tuners_are_found_once_and_under_heuristics() -> None:
+    """In the package's modules alone."""
+    found, plain, wrapped = modules()
+    assert triton_tuners.find(FakeTuner, found) == {"exllamav3.a.kernel": plain, "exllamav3.b.heuristics": wrapped}
+
+
+def test_choices_come_back_on_the_same_gpu_only(tmp_path: Path) -> None:
+    """Saved, loaded into fresh tuners; another GPU's, a damaged and a missing file say why they give nothing."""
+    path = tmp_path / "pins.json"
+    assert triton_tuners.load(path, {}, "H200")[1].endswith("does not exist yet")
+    found, plain, _ = modules()
+    plain.cache[(128, "fp16", True)] = plain.configs[1]
+    assert triton_tuners.save(path, triton_tuners.find(FakeTuner, found), "H200") == 1
+    fresh, again, _ = modules()
+    assert triton_tuners.load(path, triton_tuners.find(FakeTuner, fresh), "H200") == (1, "")
+    assert again.cache == {(128, "fp16", True): again.configs[1]}
+    assert triton_tuners.load(path, {}, "RTX 3090") == (0, f"{path} was made on H200, this is RTX 3090")
+    path.write_text("{")
+    assert "cannot be read" in triton_tuners.load(path, {}, "H200")[1]
+
+
+def test_the_first_configuration_can_be_forced() -> None:
+    """So that two runs compute with the same kernels."""
+    found, plain, wrapped = modules()
+    assert triton_tuners.use_first_configurations(triton_tuners.find(FakeTuner, found)) == 2
+    assert len(plain.configs) == len(wrapped.configs) == 1
