@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object or one console line per record, always with the request id, never with the prompt."""
+"""Structured logs: one JSON object or one console line per record, with the ids of request and trace, never with the prompt."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import sys
 import time
 from typing import Any
+
+from services.common.trace_context import trace_id_of, traceparent_var
 
 request_id_var: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
@@ -29,7 +31,7 @@ def _request_id(record: logging.LogRecord) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ts, level, service, logger, msg, request_id, then the record's `extra`."""
+    """One JSON object per line: ts, level, service, logger, msg, request_id, trace_id, then the record's `extra`."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -46,6 +48,8 @@ class JsonFormatter(logging.Formatter):
         }
         if request_id := _request_id(record):
             body["request_id"] = request_id
+        if traceparent := traceparent_var.get():
+            body["trace_id"] = trace_id_of(traceparent)
         body.update(_extras(record))
         if record.exc_info:
             body["exc"] = self.formatException(record.exc_info)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import EngineFailed
 from services.common.logs import request_id_var
+from services.common.trace_context import TRACEPARENT, checked, traceparent_var
 from services.gateway.drain import Traffic
 from services.gateway.error_shapes import response_for
 from services.gateway.metrics import GatewayMetrics
@@ -41,7 +42,8 @@ class RequestScope:
             await self._app(scope, receive, send)
             return
         own_id = uuid.uuid4().hex
-        given = Headers(scope=scope).get("x-request-id", "")
+        given_headers = Headers(scope=scope)
+        given = given_headers.get("x-request-id", "")
         echoed = given if _USABLE_ID.match(given) else own_id
         scope.setdefault("state", {})["request_id"] = own_id
         status: int | None = None
@@ -57,6 +59,7 @@ class RequestScope:
             await send(message)
 
         token = request_id_var.set(echoed)
+        trace_token = traceparent_var.set(checked(given_headers.get(TRACEPARENT, "")))
         began = time.monotonic()
         try:
             with self._traffic.request() if scope["method"] == "POST" else contextlib.nullcontext():
@@ -81,3 +84,4 @@ class RequestScope:
                 ended,
                 extra={"request_id": echoed, "took_s": took_s, "own_id": own_id},
             )
+            traceparent_var.reset(trace_token)

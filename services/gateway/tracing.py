@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import ConfigError
+from services.common.trace_context import traceparent_var
 from services.gateway.access.control import OPEN_PATHS
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class TraceRequests:
         parent = self._extract({name: headers[name] for name in ("traceparent", "tracestate") if name in headers})
         span = self._tracer.start_span(scope["method"], context=parent, kind=SpanKind.SERVER)
         status: int | None = None
+        # What happens from here on, in the worker too, happens inside this span.
+        own = span.get_span_context()
+        token = traceparent_var.set(f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}")
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -83,6 +87,7 @@ class TraceRequests:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
+            traceparent_var.reset(token)
             route = getattr(scope.get("route"), "path", "unknown")
             span.update_name(f"{scope['method']} {route}")
             span.set_attributes({"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status or 499})

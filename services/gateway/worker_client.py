@@ -14,7 +14,7 @@ from typing import Protocol
 
 import grpc
 
-from services.common import errors
+from services.common import errors, trace_context
 from services.common.grpc_status import error_of, has_error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -110,7 +110,7 @@ class GrpcWorkerClient:
     async def score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
         """Log-probabilities of given tokens."""
         try:
-            answer: pb.ScoreResponse = await self._stub().Score(request, timeout=_SCORE_TIMEOUT_S)
+            answer: pb.ScoreResponse = await self._stub().Score(request, timeout=_SCORE_TIMEOUT_S, metadata=trace_context.outgoing())
             return answer
         except grpc.aio.AioRpcError as error:
             raise error_of(error) from None
@@ -147,7 +147,7 @@ class GrpcWorkerClient:
 
     async def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
         """Runs one generation; closing the iterator cancels it."""
-        call = self._stub().Generate(request, timeout=timeout_s)
+        call = self._stub().Generate(request, timeout=timeout_s, metadata=trace_context.outgoing())
         try:
             async for event in call:
                 yield event

@@ -389,6 +389,7 @@ class EngineLoop:
                 "prompt_tokens": len(request.spec.prompt),
                 "completion_tokens": request.num_generated,
                 "total_s": round(request.times.finished - request.times.submitted, 3),
+                **({"trace_id": request.spec.trace_id} if request.spec.trace_id else {}),
             },
         )
 

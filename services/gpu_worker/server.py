@@ -22,6 +22,7 @@ from services.common.lifecycle import ServiceState
 from services.common.logs import request_id_var
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
+from services.common.trace_context import incoming, trace_id_of
 from services.gpu_worker import convert
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import GrammarCompiler
@@ -108,7 +109,7 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         """One generation. A lost stream cancels it."""
         serving = self._ready()
         request_id_var.set(request.request_id)
-        spec = convert.spec_of(request, serving.limits)
+        spec = _traced(convert.spec_of(request, serving.limits), context)
         source = convert.grammar_of(request, serving.limits)
         if source is not None:
             # Milliseconds for an ordinary schema, but clients write it: not on the event loop.
@@ -145,7 +146,7 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         """Teacher-forced log-probabilities."""
         serving = self._ready()
-        spec = convert.score_spec_of(request, serving.limits)
+        spec = _traced(convert.score_spec_of(request, serving.limits), context)
         scored: list[OutToken] = []
         async for event in self._events(serving, spec):
             if isinstance(event, PrefillProgress):
@@ -169,6 +170,12 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
             slots_checked=report.slots_checked,
             slots_bad=report.slots_bad,
         )
+
+
+def _traced(spec: RequestSpec, context: Any) -> RequestSpec:
+    """With the id of the caller's trace, where it has one."""
+    traceparent = incoming(context.invocation_metadata())
+    return replace(spec, trace_id=trace_id_of(traceparent)) if traceparent else spec
 
 
 def _fill_info(answer: pb.InfoResponse, facts: ModelFacts) -> None:

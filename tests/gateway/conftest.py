@@ -32,6 +32,6 @@ def stack(shared_stack: Stack) -> Stack:
     worker.script_for = None
     worker.supports_grammar = False
     worker.state = pb.SERVICE_STATE_READY
-    for log in (worker.requests, worker.scored, worker.ended, worker.cancelled):
+    for log in (worker.requests, worker.scored, worker.traces, worker.ended, worker.cancelled):
         log.clear()
     return shared_stack

@@ -15,6 +15,7 @@ from services.common.errors import Glm53Error
 from services.common.grpc_status import ERROR_METADATA_KEY, status_of
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
+from services.common.trace_context import incoming
 from tests.gateway.language import CHAT_TEMPLATE, TOKENIZER_JSON, encode, piece, tokens_of
 
 Step = Any
@@ -95,6 +96,7 @@ class FakeWorker(pb_grpc.WorkerServicer):
     supports_grammar: bool = False
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     scored: list[pb.ScoreRequest] = field(default_factory=list)
+    traces: list[str] = field(default_factory=list)
     live: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -160,10 +162,12 @@ class FakeWorker(pb_grpc.WorkerServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
         self.scored.append(request)
+        self.traces.append(incoming(context.invocation_metadata()))
         return pb.ScoreResponse(tokens=_prompt_tokens(request.token_ids, request.top)[request.first_scored :])
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateEvent]:
         self.requests.append(request)
+        self.traces.append(incoming(context.invocation_metadata()))
         self.live.add(request.request_id)
         script = self.script_for(request) if self.script_for else self.script
         said = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import gzip
 import http.server
+import json
+import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from services.common.errors import ConfigError
+from services.common.logs import JsonFormatter
 from services.gateway import tracing
 from tests.gateway.events import stream
 from tests.gateway.fake_worker import Finish, Say, Script
@@ -81,6 +84,45 @@ def test_every_request_is_one_span_with_its_cost_and_without_its_words(collector
     assert (Collector.spans[1].trace_id.hex(), Collector.spans[1].parent_span_id.hex()) == (TRACE, PARENT)
     assert [event.name for event in Collector.spans[0].events] == ["first byte"]
     assert "secret" not in repr(Collector.spans)
+    # The worker is told the span, not the caller: what it does happened inside of it.
+    ids = [f"00-{span.trace_id.hex()}-{span.span_id.hex()}" for span in Collector.spans[:2]]
+    assert [trace.rpartition("-")[0] for trace in stack.worker.traces] == ids
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_callers_trace_reaches_the_worker_and_the_log_without_the_extra(
+    stack: Stack, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    """traceparent goes on over gRPC, with generations and scores, and its trace id stands in the log lines of the request."""
+    traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    body = {"model": "tiny", "prompt": "Hello you", "stream": streaming}
+    seen: list[str] = []
+    watch = logging.Handler()
+    watch.setFormatter(JsonFormatter("gateway"))
+    watch.addFilter(lambda record: record.getMessage().startswith("POST"))
+    watch.emit = lambda record: seen.append(watch.format(record))  # type: ignore[method-assign]
+    logging.getLogger("services.gateway").addHandler(watch)
+    try:
+        with caplog.at_level(logging.INFO):
+            assert stack.http.post("/v1/completions", json=body, headers=traced).status_code == 200
+            scoring = body | {"echo": True, "logprobs": 1, "max_tokens": 0}
+            assert stack.http.post("/v1/completions", json=scoring, headers=traced).status_code == 200
+            assert stack.http.post("/v1/completions", json=body).status_code == 200
+            until(lambda: len(seen) == 3, "the log lines")
+    finally:
+        logging.getLogger("services.gateway").removeHandler(watch)
+    assert stack.worker.traces == [traced["traceparent"]] * 2 + [""]
+    assert [json.loads(line).get("trace_id") for line in seen] == [TRACE, TRACE, None]
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", "x", f"00-{'0' * 32}-{PARENT}-01", f"00-{TRACE}-{'0' * 16}-01", f"00-{TRACE.upper()}-{PARENT}-01", f"00-{TRACE}-{PARENT}-01x"],
+)
+def test_what_is_no_trace_goes_nowhere(stack: Stack, given: str) -> None:
+    """A header that is no traceparent is dropped; the request is answered."""
+    assert stack.http.post("/v1/completions", json={"model": "tiny", "prompt": "a"}, headers={"traceparent": given}).status_code == 200
+    assert stack.worker.traces == [""]
 
 
 def test_without_the_extra_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -406,6 +407,18 @@ def test_stats_count_what_happened(worker: RunningWorker) -> None:
     assert 'vllm:request_success_total{engine="0",finished_reason="length",model_name="glm-5.3-tiny"}' in text
     families = {family.name for family in text_string_to_metric_families(text)}
     assert {"vllm:num_requests_running", "vllm:time_to_first_token_seconds", "glm53_queue_wait_seconds"} <= families
+
+
+def test_a_callers_trace_stands_in_the_log(worker: RunningWorker, caplog: pytest.LogCaptureFixture) -> None:
+    """The line that a request ends with has the trace's id; one without a trace, or with nonsense for one, has none."""
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    with caplog.at_level(logging.INFO, logger="services.gpu_worker.loop"):
+        for given in (f"00-{trace}-00f067aa0ba902b7-01", "nonsense"):
+            list(worker.stub.Generate(worker.request(), timeout=60, metadata=(("traceparent", given),)))
+        worker.generate()
+        worker.wait_idle()
+    ended = [record for record in caplog.records if record.getMessage() == "request finished"]
+    assert [getattr(record, "trace_id", None) for record in ended] == [trace, None, None]
 
 
 def test_verify_tiers_finds_everything_whole(worker: RunningWorker) -> None:
