@@ -17,27 +17,51 @@ CPU_FEATURES = ("avx2", "fma", "f16c")
 _CDI_PATH = re.compile(r"""^\s*-?\s*["']?(hostPath|path)["']?\s*:\s*["']?(/[^"',\s]+)""")
 
 
-def gpu(machine: Machine) -> Iterator[Finding]:
-    """One usable NVIDIA GPU, and nobody else on it."""
-    gpus = machine.gpus()
-    if not gpus:
+def gpu(machine: Machine, visible: str | None = None) -> Iterator[Finding]:
+    """One usable NVIDIA GPU, and nobody else on it.
+
+    Args:
+        machine: where to look.
+        visible: CUDA_VISIBLE_DEVICES, which nvidia-smi does not follow; None when it is not set.
+    """
+    gpus, nodes = machine.gpus(), machine.gpu_nodes()
+    names = _chosen([(found.uuid, found.name) for found in gpus] if gpus else [("", node) for node in nodes], visible)
+    if not names:
         reason = "nvidia-smi is not there or does not answer" if gpus is None else "nvidia-smi lists none"
         yield fail(
             "GPU",
-            f"no NVIDIA GPU is visible: {reason}",
+            f"no NVIDIA GPU is visible: {reason if visible is None else f'CUDA_VISIBLE_DEVICES={visible}'}",
             "On the host: install the driver (>= 580). In a container: hand the device in (compose: devices: nvidia.com/gpu=0; Kubernetes:"
             " limits nvidia.com/gpu: 1 and the NVIDIA device plugin). To serve on the CPU: GLM53_DEVICE=cpu.",
         )
-        return
-    if len(gpus) > 1:
-        listed = ", ".join(f"{number}: {found.name}" for number, found in enumerate(gpus))
+    elif len(names) > 1:
+        listed = ", ".join(f"{number}: {name}" for number, name in names.items())
         yield fail(
             "GPU",
-            f"{len(gpus)} GPUs are visible ({listed}); a worker uses one",
+            f"{len(names)} GPUs are visible ({listed}); a worker uses one",
             "Choose one: CUDA_VISIBLE_DEVICES=0 on bare metal, devices: nvidia.com/gpu=0 instead of all in compose.",
         )
-        return
-    yield from _one_gpu(machine, gpus[0])
+    elif gpus:
+        yield from _one_gpu(machine, gpus[next(iter(names))])
+    else:
+        text = f"/dev/{nodes[next(iter(names))]} is there, but nvidia-smi does not answer: driver, memory and link are unknown"
+        yield warn(
+            "GPU", text, "In a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility. On the host: see dmesg for the driver's errors."
+        )
+
+
+def _chosen(found: list[tuple[str, str]], visible: str | None) -> dict[int, str]:
+    """Number → name of those that CUDA_VISIBLE_DEVICES lets through, by number or the beginning of a UUID."""
+    names = {number: name for number, (_, name) in enumerate(found)}
+    if visible is None:
+        return names
+    words = [word.strip() for word in visible.split(",")]
+    uuids = {number: uuid for number, (uuid, _) in enumerate(found)}
+    return {
+        number: name
+        for number, name in names.items()
+        if str(number) in words or any(word.startswith("GPU-") and uuids[number].startswith(word) for word in words)
+    }
 
 
 def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
@@ -110,7 +134,7 @@ def cpu(machine: Machine, mode: str) -> Iterator[Finding]:
         yield ok("CPU", f"{len(machine.affinity())} CPUs with AVX2, FMA and F16C")
         return
     text = f"this CPU lacks {', '.join(name.upper() for name in missing)}, which the CPU lane of fast and nvme is written for"
-    fix = "Use GLM53_MODE=exact (nvme-exact with a small memory cap)."
+    fix = "Use GLM53_MODE=exact."
     yield fail("CPU", text, fix) if mode in ("fast", "nvme") else warn("CPU", text, fix)
 
 

@@ -39,6 +39,7 @@ def _memlock() -> int:
 class Gpu:
     """One NVIDIA GPU. Memory in bytes; link widths in lanes, 0 where unknown."""
 
+    uuid: str
     name: str
     driver: str
     memory: int
@@ -76,15 +77,19 @@ class Machine:
 
     def gpus(self) -> list[Gpu] | None:
         """The GPUs that this process sees; None when nvidia-smi cannot tell."""
-        fields = "name,driver_version,memory.total,memory.used,pcie.link.width.current,pcie.link.width.max"
+        fields = "uuid,name,driver_version,memory.total,memory.used,pcie.link.width.current,pcie.link.width.max"
         text = self.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
         if text is None:
             return None
         found = []
         for line in filter(None, map(str.strip, text.splitlines())):
-            name, driver, total, used, width, most = (part.strip() for part in line.rsplit(",", 5))
-            found.append(Gpu(name, driver, _number(total) << 20, _number(used) << 20, _number(width), _number(most)))
+            uuid, name, driver, total, used, width, most = (part.strip() for part in line.split(","))
+            found.append(Gpu(uuid, name, driver, _number(total) << 20, _number(used) << 20, _number(width), _number(most)))
         return found
+
+    def gpu_nodes(self) -> list[str]:
+        """Names of the GPUs' device files, which a container has even where nvidia-smi is missing."""
+        return sorted(path.name for path in (self.root / "dev").glob("nvidia[0-9]*"))
 
     def cpu_flags(self) -> set[str]:
         """Features of the first CPU, as Linux names them; empty when it does not say."""

@@ -55,7 +55,7 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
         yield fail(
             "memory",
             f"{where} {usable / GIB:.1f} GiB; the expert records alone need {need / GIB:.1f} GiB and count as this process's memory",
-            f"Give it at least {size + 6} GiB, or use an nvme mode.",
+            f"Give it at least {size + 6} GiB.",
         )
 
 

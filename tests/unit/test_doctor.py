@@ -28,7 +28,7 @@ from services.gpu_worker.settings import GpuWorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "fpu sse2 avx avx2 fma f16c"
-GPU = "NVIDIA GeForce RTX 3090, 590.12, 24576, 310, 16, 16"
+GPU = "GPU-1, NVIDIA GeForce RTX 3090, 590.12, 24576, 310, 16, 16"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -90,8 +90,8 @@ def worker_env(tmp_path: Path, **env: str) -> dict[str, str]:
         (None, "GPU", "nvidia-smi is not there", "GLM53_DEVICE=cpu"),
         ([], "GPU", "nvidia-smi lists none", "nvidia.com/gpu"),
         ([GPU, GPU], "GPU", "2 GPUs are visible", "CUDA_VISIBLE_DEVICES=0"),
-        (["NVIDIA GeForce RTX 3090, 550.90.07, 24576, 0, 16, 16"], "GPU driver", "550.90.07", "newer NVIDIA driver"),
-        (["NVIDIA GeForce RTX 4070, 590.12, 12282, 0, 16, 16"], "VRAM", "12.0 GiB", "24 GB"),
+        (["GPU-1, NVIDIA GeForce RTX 3090, 550.90.07, 24576, 0, 16, 16"], "GPU driver", "550.90.07", "newer NVIDIA driver"),
+        (["GPU-1, NVIDIA GeForce RTX 4070, 590.12, 12282, 0, 16, 16"], "VRAM", "12.0 GiB", "24 GB"),
     ],
     ids=["no driver", "none", "several", "old driver", "small"],
 )
@@ -104,7 +104,7 @@ def test_a_gpu_that_cannot_serve_is_refused(tmp_path: Path, gpus: list[str] | No
 
 def test_vram_that_a_desktop_took_and_a_narrow_link_are_told(tmp_path: Path) -> None:
     """A card that serves, but not at its best, is a warning that names who has the memory and how many lanes are missing."""
-    found = list(hardware.gpu(host(tmp_path, gpus=["NVIDIA GeForce RTX 3090, 590.12, 24576, 2310, 8, 16"])))
+    found = list(hardware.gpu(host(tmp_path, gpus=["GPU-1, NVIDIA GeForce RTX 3090, 590.12, 24576, 2310, 8, 16"])))
     assert not failed(found)
     assert "gnome-shell" in warned(found)["VRAM"].message
     assert "8 of 16 lanes" in warned(found)["PCIe link"].message
@@ -113,7 +113,26 @@ def test_vram_that_a_desktop_took_and_a_narrow_link_are_told(tmp_path: Path) -> 
 
 def test_unknown_link_widths_are_no_fault(tmp_path: Path) -> None:
     """A virtual GPU that does not tell its link is not accused of a narrow one."""
-    assert not warned(hardware.gpu(host(tmp_path, gpus=["NVIDIA GeForce RTX 3090, 590.12, 24576, 310, [N/A], [N/A]"])))
+    assert not warned(hardware.gpu(host(tmp_path, gpus=["GPU-1, NVIDIA GeForce RTX 3090, 590.12, 24576, 310, [N/A], [N/A]"])))
+
+
+@pytest.mark.parametrize(
+    ("visible", "fails"), [(None, True), ("0", False), ("1", False), ("GPU-2", False), ("0,1", True), ("", True), ("7", True)]
+)
+def test_the_advice_to_choose_one_gpu_is_heard(tmp_path: Path, visible: str | None, fails: bool) -> None:
+    """CUDA_VISIBLE_DEVICES chooses among several, by number or UUID; none or two are refused as before."""
+    two = host(tmp_path, gpus=[GPU, GPU.replace("GPU-1", "GPU-2")])
+    assert bool(failed(hardware.gpu(two, visible))) is fails
+
+
+def test_a_device_without_nvidia_smi_is_no_missing_gpu(tmp_path: Path) -> None:
+    """A container that got the device but not the tool serves; what is unknown is told. Two devices are refused by count."""
+    one = host(tmp_path, {"dev/nvidia0": "", "dev/nvidiactl": ""})
+    assert not failed(hardware.gpu(one))
+    assert "NVIDIA_DRIVER_CAPABILITIES" in warned(hardware.gpu(one))["GPU"].fix
+    write(tmp_path / "root", {"dev/nvidia1": ""})
+    assert "2 GPUs" in failed(hardware.gpu(one))["GPU"].message
+    assert not failed(hardware.gpu(one, "1"))
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
