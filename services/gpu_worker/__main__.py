@@ -16,6 +16,9 @@ from services.gpu_worker.worker import Worker
 
 log = logging.getLogger("services.gpu_worker")
 
+# The engine's thread asks for the GIL after every pass: nobody who talks to clients meanwhile may keep it for Python's usual 5 ms.
+SWITCH_INTERVAL_S = 0.0002
+
 
 async def _serve(settings: GpuWorkerSettings) -> int:
     return await Worker(settings, select.load).run()
@@ -30,6 +33,7 @@ def main() -> int:
         log.error("%s", error.message)
         return ExitCode.CONFIG
     configure_logging(settings.service, level=settings.log_level, json_lines=settings.log_format == "json")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     log.info("%s %s", settings.service, VERSION)
     for name, value, source in settings.describe():
         log.info("%s=%s (%s)", name, value or "-", source)
