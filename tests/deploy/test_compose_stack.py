@@ -26,8 +26,23 @@ OVER_S = 45.0
 
 def ask(stack: Stack) -> str:
     """One greedy answer through the published port."""
-    answer = stack.client().chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64)
+    with stack.client() as client:
+        answer = client.chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64)
     return str(answer.choices[0].message.content)
+
+
+def ask_streaming(stack: Stack) -> str:
+    """The same, streamed."""
+    with (
+        stack.client() as client,
+        client.chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64, stream=True) as stream,
+    ):
+        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def stats(stack: Stack) -> dict[str, Any]:
+    """The engine's counters, through the gateway."""
+    return dict(json.loads(get(f"{stack.api}/stats")[1]))
 
 
 class Traffic:
@@ -57,17 +72,11 @@ class Traffic:
         while not self._stop.is_set():
             began = time.monotonic()
             try:
-                self.answers.append(self._streamed() if streamed else ask(self._stack))
+                self.answers.append((ask_streaming if streamed else ask)(self._stack))
             except openai.APIError as error:
                 self.errors.append(f"{type(error).__name__}: {error}")
                 time.sleep(0.1)
             self.slowest_s = max(self.slowest_s, time.monotonic() - began)
-
-    def _streamed(self) -> str:
-        stream = self._stack.client().chat.completions.create(
-            model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64, stream=True
-        )
-        return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +94,8 @@ def test_every_service_is_healthy(running: Stack) -> None:
 
 def test_an_openai_client_is_served_through_the_published_port(running: Stack, answer: str) -> None:
     """Streaming and not, the same answer; the expert records are shared with cpu_expert, which has computed some."""
-    stream = running.client().chat.completions.create(model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=64, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == answer
-    stats = json.loads(get(f"{running.api}/stats")[1])
-    assert stats["cpu_tier"]["picks"] > 0
+    assert ask_streaming(running) == answer
+    assert stats(running)["cpu_tier"]["picks"] > 0
 
 
 def test_containers_got_what_the_file_asks_for(running: Stack) -> None:
@@ -137,7 +144,7 @@ def test_cpu_expert_may_die_under_load(running: Stack, answer: str) -> None:
     with Traffic(running) as traffic:
         running.crash("cpu-expert")
         running.wait_recovered("cpu-expert", restarts)
-        until(lambda: json.loads(get(f"{running.api}/stats")[1])["cpu_tier"]["state"] == "UP", "the CPU lane is back", 60)
+        until(lambda: stats(running)["cpu_tier"]["state"] == "UP", "the CPU lane is back", 60)
     assert traffic.errors == []
     assert set(traffic.answers) == {answer}
     assert traffic.slowest_s < OVER_S
@@ -167,8 +174,7 @@ def test_the_gateway_may_die(running: Stack, answer: str) -> None:
     assert traffic.errors
     assert set(traffic.answers) <= {answer}
     assert ask(running) == answer
-    engine = json.loads(get(f"{running.api}/stats")[1])["engine"]
-    assert engine["running_requests"] == 0
+    until(lambda: stats(running)["engine"]["running_requests"] == 0, "the worker has let go of every stream", 15)
 
 
 def test_redis_may_die(running: Stack, answer: str) -> None:
