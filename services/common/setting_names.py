@@ -35,6 +35,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_REQUEST_TIMEOUT_S",
         "GLM53_RESPONSE_TTL_S",
         "GLM53_THINKING_OFF_POLICY",
+        "GLM53_USAGE_FILE",
         "GLM53_WORKER_METRICS",
         # gpu_worker
         "GLM53_BACKEND_THREADS",

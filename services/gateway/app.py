@@ -23,6 +23,7 @@ from services.gateway.access.cancels import Canceller
 from services.gateway.access.control import AccessControl, KeyFinder
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ApiKey
+from services.gateway.access.ledger import UsageLedger
 from services.gateway.access.limits import Counters, LocalCounters
 from services.gateway.access.metered import MeteredClient
 from services.gateway.drain import Traffic
@@ -61,7 +62,7 @@ def create_app(
         traces: takes spans; made from the settings when None. Shut down with the app.
 
     Raises:
-        ConfigError: the key file, the Redis URL or the endpoint for traces cannot be used.
+        ConfigError: the key file, the file for usage, the Redis URL or the endpoint for traces cannot be used.
     """
     services = _services(settings, worker, link or _link(settings))
     traces = traces or (tracing.provider_for(settings.otlp_endpoint) if settings.otlp_endpoint else None)
@@ -75,6 +76,8 @@ def create_app(
             for task in running:
                 await stop(task)
             await services.access.settled()
+            if services.ledger is not None:
+                await services.ledger.flush()
             await worker.close()
             if services.link is not None:
                 await services.link.close()
@@ -95,6 +98,7 @@ def create_app(
         policy=services.access,
         max_header_bytes=settings.max_header_bytes,
         metrics=services.metrics,
+        ledger=services.ledger,
     )
     if settings.cors_origins:
         app.add_middleware(
@@ -127,6 +131,7 @@ def _link(settings: GatewaySettings) -> RedisLink | None:
 def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None) -> Services:
     keys = KeyRing(Path(settings.api_keys_file)) if settings.api_keys_file else None
     client = MeteredClient(worker)
+    metrics = GatewayMetrics()
     counters: Counters = LocalCounters()
     bus = share = None
     if link is not None:
@@ -138,13 +143,14 @@ def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink |
         client,
         WorkerWatch(client),
         Traffic(),
-        GatewayMetrics(),
+        metrics,
         access=AccessPolicy(counters, link),
         keys=keys,
         link=link,
         bus=bus,
         key_share=share,
         canceller=Canceller(client.live, client, bus),
+        ledger=UsageLedger(Path(settings.usage_file), metrics.usage_lost) if settings.usage_file else None,
     )
 
 
@@ -166,6 +172,8 @@ def _background(services: Services) -> list[Coroutine[Any, Any, None]]:
     work = [services.watch.run()]
     if services.keys is not None:
         work.append(services.keys.run())
+    if services.ledger is not None:
+        work.append(services.ledger.run())
     if services.link is not None:
         work.append(services.link.watch())
     if services.bus is not None:

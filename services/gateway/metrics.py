@@ -38,6 +38,7 @@ class GatewayMetrics:
         self.rejected_calls = counter("undeclared_tool_calls", "Calls of undeclared tools passed on as text.")
         self.unclosed_reasoning = counter("unclosed_reasoning", "Answers that ended inside their reasoning.")
         self.registry.register(UNKNOWN_FIELDS)
+        self.usage_lost = counter("usage_lines_lost", "Lines of usage that could not be written and found no more room.")
         self.refusals = counter("refusals", "Requests refused at the door or by a key's limit.", "code")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished generations.")
         self.completion_tokens = counter("completion_tokens", "Generated tokens of finished generations.")

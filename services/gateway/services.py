@@ -9,6 +9,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.admission import AccessPolicy
 from services.gateway.access.cancels import Canceller
 from services.gateway.access.keyring import KeyRing
+from services.gateway.access.ledger import UsageLedger
 from services.gateway.answers import Answer
 from services.gateway.drain import Traffic
 from services.gateway.metrics import GatewayMetrics
@@ -28,6 +29,7 @@ class Services:
         keys: None where no keys are asked for.
         link, bus, key_share: what gateways share through Redis, None where each is for itself.
         canceller: ends requests by their ids.
+        ledger: where usage is written to, None where it is not.
     """
 
     settings: GatewaySettings
@@ -41,6 +43,7 @@ class Services:
     bus: Bus | None
     key_share: KeyShare | None
     canceller: Canceller
+    ledger: UsageLedger | None
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,11 @@ class GatewaySettings(ServiceSettings):
         validation_alias="GLM53_OTLP_ENDPOINT",
         description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the extra `otel`.",
     )
+    usage_file: str = Field(
+        "",
+        validation_alias="GLM53_USAGE_FILE",
+        description="File that gets a JSON line for every request: key id, time and tokens, never text. Empty: none is written.",
+    )
     worker_metrics: bool = Field(
         True,
         validation_alias="GLM53_WORKER_METRICS",

@@ -26,12 +26,12 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
 @contextlib.contextmanager
-def raw_post(stack: Stack, body: dict[str, Any], path: str = CHAT) -> Iterator[socket.socket]:
+def raw_post(stack: Stack, body: dict[str, Any], path: str = CHAT, more_headers: str = "") -> Iterator[socket.socket]:
     """A plain socket that has sent a request."""
     data = json.dumps(body).encode()
     with socket.create_connection(("127.0.0.1", stack.port), timeout=10) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+        connection.sendall(f"{head}{more_headers}\r\n".encode() + data)
         yield connection
 
 

@@ -158,6 +158,11 @@ class Admission:
         self._real_tokens += tokens
 
     @property
+    def real_tokens(self) -> int:
+        """Tokens that its generations took until now, of prompts and answers."""
+        return self._real_tokens
+
+    @property
     def owes(self) -> bool:
         """True when there may be something to settle."""
         return self._charged and bool(self._limits or self._lease is not None)

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import Glm53Error
 from services.gateway.access.admission import AccessPolicy, admission_var
 from services.gateway.access.keys import ANYONE, MAX_KEY_CHARS, ApiKey
+from services.gateway.access.ledger import UsageLedger
 from services.gateway.error_shapes import response_for
 from services.gateway.errors import AuthenticationFailed, HeadersTooLarge, PermissionDenied, http_of
 from services.gateway.metrics import GatewayMetrics
@@ -34,14 +35,24 @@ class AccessControl:
         policy: limits.
         max_header_bytes: most bytes of names and values together.
         metrics: counts refusals.
+        ledger: gets a line for every request that used tokens; None where nobody wants one.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyFinder | None, policy: AccessPolicy, max_header_bytes: int, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyFinder | None,
+        policy: AccessPolicy,
+        max_header_bytes: int,
+        metrics: GatewayMetrics,
+        ledger: UsageLedger | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._policy = policy
         self._max_header_bytes = max_header_bytes
         self._metrics = metrics
+        self._ledger = ledger
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -77,6 +88,8 @@ class AccessControl:
             admission_var.reset(token)
             self._policy.leave(admission)
             self._policy.settle_later(admission)
+            if self._ledger is not None:
+                self._ledger.note(admission, path)
 
     async def _key_of(self, scope: Scope, keys: KeyFinder) -> ApiKey:
         given = _presented(Headers(scope=scope))

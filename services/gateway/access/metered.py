@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.admission import Admission, admission_var, expected_tokens
 from services.gateway.access.cancels import LiveRequests
+from services.gateway.access.keys import ANYONE
 from services.gateway.errors import ModelNotAllowed
 from services.gateway.worker_client import Language, WorkerClient
 
@@ -69,7 +70,8 @@ class MeteredClient:
             async for event in self._client.generate(request, timeout_s):
                 yield event
             return
-        request.key_id = admission.key.id
+        # Without keys nobody knows who asks: the worker then keeps no share of its queue from anybody.
+        request.key_id = "" if admission.key is ANYONE else admission.key.id
         request.priority = admission.key.priority_of(request.priority)  # type: ignore[assignment]
         self._check_model(admission)
         await admission.charge(expected_tokens(request.prompt_token_ids, request.sampling.max_tokens, EXPECTED_ANSWER_TOKENS))
