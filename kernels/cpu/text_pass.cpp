@@ -37,6 +37,19 @@ int run_experts(const Args& a, const TextRows& rows, TextExperts experts, void* 
                  a.ptr<float>(2), a.ptr<int64_t>(3), a.ptr<float>(4), rows.prefill, a.ptr<float>(5));
 }
 
+void run_logits(const Args& a, const TextRows& rows) {
+  const int64_t num_streams = a.num(1);
+  const int64_t hidden = a.num(2);
+  const int64_t count = rows.all_rows != 0 ? rows.tokens : rows.num_segments;
+  int64_t last = -1;
+  for (int64_t i = 0; i < count; ++i) {
+    last += rows.all_rows != 0 ? 1 : rows.seg_tokens[i];
+    text_hyper_head(a.ptr<float>(0) + last * num_streams * hidden, num_streams, hidden, a.ptr<float>(3), a.real(4),
+                    a.ptr<float>(5) + i * hidden, 1);
+  }
+  text_linear(a.ptr<float>(5), hidden, a.ptr<float>(6), a.num(7), a.num(8), rows.logits, a.num(8), count);
+}
+
 int run(const TextCall& call, const TextRows& rows, TextExperts experts, void* context) {
   const Args a(call);
   switch (call.op) {
@@ -68,6 +81,9 @@ int run(const TextCall& call, const TextRows& rows, TextExperts experts, void* c
       return 0;
     case TEXT_OP_EXPERTS:
       return run_experts(a, rows, experts, context);
+    case TEXT_OP_LOGITS:
+      run_logits(a, rows);
+      return 0;
     default:
       return kNoSuchOp;
   }

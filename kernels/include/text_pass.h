@@ -23,6 +23,7 @@ enum TextOp {
   TEXT_OP_ROUTE,       /* x, gate_panels, bias, hidden, num_experts, top_k, scaling, normalise, selected, weights */
   TEXT_OP_SWIGLU,      /* gate_up, inter, limit, out */
   TEXT_OP_EXPERTS,     /* layer, top_k, x, selected, weights, out */
+  TEXT_OP_LOGITS,      /* streams, num_streams, hidden, norm, eps, x (scratch), panels, inputs, outputs */
   TEXT_OP_COUNT
 };
 
@@ -47,7 +48,9 @@ typedef struct TextRows {
   float* const* conv_state;
   float* const* recurrent;
   float* const* latents;
-  int32_t prefill; /* passed on to the experts */
+  float* logits;    /* [rows][outputs of TEXT_OP_LOGITS]: of every row, or of each segment's last one */
+  int32_t prefill;  /* passed on to the experts */
+  int32_t all_rows; /* logits of every row */
 } TextRows;
 
 /* Evaluates routed experts: glm53_tier_forward, with the tier engine as context. 0, or what text_run then returns. */

@@ -33,6 +33,7 @@ class Op(enum.IntEnum):
     ROUTE = 6
     SWIGLU = 7
     EXPERTS = 8
+    LOGITS = 9
 
 
 # Arguments of each: i count, f scalar, p address.
@@ -46,6 +47,7 @@ _KINDS = {
     Op.ROUTE: "pppiiifipp",
     Op.SWIGLU: "pifp",
     Op.EXPERTS: "iipppp",
+    Op.LOGITS: "piipfppii",
 }
 
 
@@ -66,7 +68,9 @@ class _Rows(ctypes.Structure):
         ("conv_state", _P),
         ("recurrent", _P),
         ("latents", _P),
+        ("logits", _P),
         ("prefill", ctypes.c_int32),
+        ("all_rows", ctypes.c_int32),
     )
 
 
@@ -144,8 +148,14 @@ class TextPass:
                 call.args[i].pointer = value
         self._calls.append(call)
 
-    def run(self, segments: Segments, *, prefill: bool) -> None:
+    def run(self, segments: Segments, logits: NDArray[np.float32] | None = None, *, prefill: bool, all_rows: bool = False) -> None:
         """Runs every call over the rows of `segments`, without the GIL.
+
+        Args:
+            segments: the rows.
+            logits: fp32 [rows, outputs] for a pass with Op.LOGITS, written.
+            prefill: passed on to the experts.
+            all_rows: logits of every row, not of each segment's last one.
 
         Raises:
             whatever `Experts.raise_error` raises.
@@ -156,7 +166,9 @@ class TextPass:
             int(segments.tokens.sum()),
             len(segments.tokens),
             *_addresses((segments.tokens, segments.past, segments.conv, segments.recurrent, segments.latents)),
+            None if logits is None else text_ops.address(logits),
             int(prefill),
+            int(all_rows),
         )
         experts = self._experts
         code = self._run(self._table, len(self._table), ctypes.byref(rows), experts.function, experts.context, ctypes.byref(self._progress))

@@ -112,12 +112,12 @@ class CpuTextModel:
         self.weights = weights
         self.config = weights.config
         self.max_tokens = max_tokens
-        self._ops = text_ops.functions()
         self._work = Workspace(weights, max_tokens)
         native = getattr(experts, "native", None)
         self._pass = TextPass(native() if native is not None else text_pass.from_python(_by_keyword(experts)))
         for layer in weights.layers:
             self._layer(layer)
+        self._head()
 
     @property
     def progress(self) -> int:
@@ -141,19 +141,19 @@ class CpuTextModel:
         Raises:
             ValueError: more rows than `max_tokens`, or a stream's context is full. The states are unchanged.
         """
-        counts = np.array([len(ids) for ids in token_ids], np.int64)
-        total = int(counts.sum())
-        if not 0 < total <= self.max_tokens or counts.min() < 1:
-            raise ValueError(f"a pass takes 1..{self.max_tokens} tokens and at least one per stream, got {counts.tolist()}")
-        for state, count in zip(states, counts, strict=True):
-            state.reserve(int(count))
-        ids = np.concatenate([np.asarray(t, np.int64) for t in token_ids])
+        lengths = [len(ids) for ids in token_ids]
+        total = sum(lengths)
+        if not 0 < total <= self.max_tokens or min(lengths) < 1:
+            raise ValueError(f"a pass takes 1..{self.max_tokens} tokens and at least one per stream, got {lengths}")
+        for state, length in zip(states, lengths, strict=True):
+            state.reserve(length)
+        ids = np.array(token_ids[0] if len(token_ids) == 1 else [token for ids in token_ids for token in ids], np.int64)
         self._work.streams.array[:total] = self.weights.embed[ids][:, None, :]
-        self._pass.run(segments_of(states, counts), prefill=prefill)
-        for state, count in zip(states, counts, strict=True):
-            state.length += int(count)
-        rows = np.arange(total) if all_logits else np.cumsum(counts) - 1
-        return self._logits(rows)
+        logits = np.empty((total if all_logits else len(states), self.weights.head.outputs), np.float32)
+        self._pass.run(segments_of(states, np.array(lengths, np.int64)), logits, prefill=prefill, all_rows=all_logits)
+        for state, length in zip(states, lengths, strict=True):
+            state.length += length
+        return logits[:, : self.config.vocab_size]
 
     def _layer(self, layer: Layer) -> None:
         """Writes a layer's calls down."""
@@ -263,25 +263,20 @@ class CpuTextModel:
             work.routed.address,
         )
 
-    def _logits(self, rows: NDArray[np.int64]) -> Array:
-        work, config = self._work, self.config
-        count = len(rows)
-        picked = np.ascontiguousarray(work.streams.array[rows])
-        self._ops.text_hyper_head(
-            text_ops.address(picked),
+    def _head(self) -> None:
+        work, config, head = self._work, self.config, self.weights.head
+        self._pass.add(
+            Op.LOGITS,
+            work.streams.address,
             config.hc_mult,
             config.hidden_size,
             self.weights.norm.ctypes.data,
             config.rms_norm_eps,
             work.x.address,
-            count,
+            head.address,
+            head.inputs,
+            head.outputs,
         )
-        head = self.weights.head
-        logits = np.empty((count, head.outputs), np.float32)
-        self._ops.text_linear(
-            work.x.address, config.hidden_size, head.address, head.inputs, head.outputs, text_ops.address(logits), head.outputs, count
-        )
-        return logits[:, : config.vocab_size]
 
 
 def _by_keyword(experts: RoutedExperts) -> Callable[[int, int, int, int, int, int, bool, int], None]:
