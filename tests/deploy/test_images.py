@@ -44,7 +44,7 @@ def test_an_image_runs_as_nobody_special_and_checks_its_health_without_a_shell(e
     config = inspect(engine, target)["Config"]
     assert config["User"] == "10001:10001"
     assert config["Entrypoint"][0] == "python"
-    check = inspect(engine, target).get("HealthCheck") or config.get("Healthcheck") or {"Test": ["NONE"]}
+    check = inspect(engine, target).get("Healthcheck") or {"Test": ["NONE"]}
     assert check["Test"][0] == ("NONE" if target == "cli" else "CMD")
 
 
