@@ -120,7 +120,8 @@ def our_call(layer: Layer, experts: CudaExperts, batch: Batch, out: torch.Tensor
 
     def call(turn: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        experts.run(routings[turn], batch.x.data_ptr(), out=out.data_ptr(), serial=serial, stream=stream)
+        # In a model the router's kernel comes before a step; in the graph it is the step before.
+        experts.run(routings[turn], batch.x.data_ptr(), out=out.data_ptr(), serial=serial, after_kernel=turn > 0, stream=stream)
 
     return call
 

@@ -60,11 +60,10 @@ OuterKernel outer_kernel(uint32_t k) {
   return k == 2 ? outer_bands<2, Rows> : k == 3 ? outer_bands<3, Rows> : outer_bands<4, Rows>;
 }
 
-/* A kernel that loops over items, and how many blocks of it the device holds at once. */
+/* A kernel that loops over items. */
 struct Looping {
   const void* function = nullptr;
   uint32_t shared_bytes = 0;
-  uint32_t resident_blocks = 0;
   uint32_t blocks_per_multiprocessor = 0;
 };
 
@@ -72,9 +71,12 @@ int prepare_looping(Looping& kernel, const void* function, uint32_t k, uint32_t 
   const bool roomy = device.major >= 9 && device.major < 12;
   kernel.function = function;
   kernel.shared_bytes = block_memory(roomy, k, rows).bytes;
-  const int bytes = static_cast<int>(kernel.shared_bytes);
-  if (check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory of a kernel") != 0)
+  /* A launch may ask for more than it uses: see launch_looping. */
+  const size_t half = device.sharedMemPerMultiprocessor / 2u;
+  const int bytes = static_cast<int>(kernel.shared_bytes > half ? kernel.shared_bytes : half);
+  if (check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "shared memory of a kernel") != 0) {
     return -1;
+  }
   if (check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "shared memory of a kernel") != 0)
     return -1;
   int blocks = 0;
@@ -82,7 +84,6 @@ int prepare_looping(Looping& kernel, const void* function, uint32_t k, uint32_t 
     return -1;
   if (blocks == 0) return fail("device %s: no block of a kernel fits a multiprocessor", device.name);
   kernel.blocks_per_multiprocessor = static_cast<uint32_t>(blocks);
-  kernel.resident_blocks = kernel.blocks_per_multiprocessor * static_cast<uint32_t>(device.multiProcessorCount);
   return 0;
 }
 
@@ -111,6 +112,8 @@ Workspace lay_out(const MoeExpertShape& s, uint32_t picks, uint32_t projections,
   Workspace work;
   work.inner_arrivals = layout.take<uint32_t>(size_t{picks} * (s.inter / kBlock));
   work.outer_arrivals = layout.take<uint32_t>(size_t{MOE_CUDA_MAX_ROWS} * (s.hidden / kBlock));
+  work.runs = layout.take<RunTable>(1);
+  work.handed_out = layout.take<uint32_t>(kLoopingKernels);
   work.inputs.bytes = layout.take<uint8_t>(rows * 2u * s.hidden, kReadAhead);
   work.inputs.blocks = layout.take<uint2>(rows * (s.hidden / kBlock), kReadAhead);
   work.inner_rows.bytes = layout.take<uint8_t>(size_t{picks} * 2u * s.inter, kReadAhead);
@@ -165,7 +168,8 @@ struct MoeCudaExperts {
   int prepare_kernels();
   int allocate();
   int check_step(const MoeCudaStep& step) const;
-  int launch(const Looping& kernel, uint32_t items, bool overlap, void** arguments, cudaStream_t stream) const;
+  int launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream) const;
+  int launch_looping(const Looping& kernel, uint32_t items, bool overlap, void** arguments, cudaStream_t stream) const;
   int launch_inner(StepArgs& args, uint32_t wide, bool overlap, cudaStream_t stream) const;
 };
 
@@ -239,12 +243,12 @@ int MoeCudaExperts::check_step(const MoeCudaStep& step) const {
   return check_choice("weights_dtype", step.weights_dtype, MOE_DTYPE_F16);
 }
 
-int MoeCudaExperts::launch(const Looping& kernel, uint32_t items, bool overlap, void** arguments, cudaStream_t stream) const {
+int MoeCudaExperts::launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream) const {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(items < kernel.resident_blocks ? items : kernel.resident_blocks);
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kernel.shared_bytes;
   config.stream = stream;
@@ -253,15 +257,31 @@ int MoeCudaExperts::launch(const Looping& kernel, uint32_t items, bool overlap, 
   return check_cuda(cudaLaunchKernelExC(&config, kernel.function, arguments), "launch of an expert kernel");
 }
 
+/* As many blocks as the device holds at once, or as there are items at most (runs with several picks make them fewer). When fewer blocks a
+ * multiprocessor are enough, each takes so much shared memory that no more fit: otherwise some multiprocessors would get more than others.
+ */
+int MoeCudaExperts::launch_looping(const Looping& kernel, uint32_t items, bool overlap, void** arguments, cudaStream_t stream) const {
+  const uint32_t multiprocessors = static_cast<uint32_t>(properties.multiProcessorCount);
+  const uint32_t enough = (items + multiprocessors - 1u) / multiprocessors;
+  Looping spread = kernel;
+  if (enough < kernel.blocks_per_multiprocessor) {
+    const uint32_t share = static_cast<uint32_t>(properties.sharedMemPerMultiprocessor) / (enough + 1u);
+    if (share > spread.shared_bytes) spread.shared_bytes = share;
+    spread.blocks_per_multiprocessor = enough;
+  }
+  const uint32_t resident = spread.blocks_per_multiprocessor * multiprocessors;
+  return launch(spread, items < resident ? items : resident, overlap, arguments, stream);
+}
+
 int MoeCudaExperts::launch_inner(StepArgs& args, uint32_t wide, bool overlap, cudaStream_t stream) const {
   const uint32_t items = args.selection.picks * (shape.inter / kBlock);
   uint32_t first = 0, launched = projections;
   void* arguments[] = {&args, &first, &launched};
-  if (projections == 1 || shape.k_gate == shape.k_up) return launch(up[wide], items * projections, overlap, arguments, stream);
+  if (projections == 1 || shape.k_gate == shape.k_up) return launch_looping(up[wide], items * projections, overlap, arguments, stream);
   launched = 1;
-  if (launch(gate[wide], items, overlap, arguments, stream) != 0) return -1;
+  if (launch_looping(gate[wide], items, overlap, arguments, stream) != 0) return -1;
   first = 1;
-  return launch(up[wide], items, overlap, arguments, stream);
+  return launch_looping(up[wide], items, overlap, arguments, stream);
 }
 
 int MoeCudaExperts::run(const MoeCudaStep& step, cudaStream_t stream) const {
@@ -278,19 +298,23 @@ int MoeCudaExperts::run(const MoeCudaStep& step, cudaStream_t stream) const {
   args.out = step.out;
   args.work = work;
   args.rows = step.rows;
+  args.run_rows = step.rows > 4 ? 8 : 4;
   args.projections = projections;
   args.x_dtype = step.x_dtype;
   args.weights_dtype = step.weights_dtype;
+  args.inner_bands = Divisor(shape.inter / kBlock);
+  args.outer_bands = Divisor(shape.hidden / kBlock);
   for (uint32_t i = 0; i < 17; ++i) args.powers.v[i] = 1u << i;
 
   const bool overlap = properties.major >= 9 && (step.flags & MOE_CUDA_SERIAL) == 0;
-  const uint32_t wide = step.rows > 4 ? 1 : 0;
+  const uint32_t wide = args.run_rows > 4 ? 1 : 0;
   const uint32_t warps = (args.selection.picks * projections + (step.out != nullptr ? step.rows : 0u)) * (shape.hidden / kBlock);
-  prepare_rows<<<blocks_for_warps(warps), kThreads, 0, stream>>>(args);
-  if (check_cuda(cudaPeekAtLastError(), "launch of an expert kernel") != 0) return -1;
-  if (launch_inner(args, wide, overlap, stream) != 0) return -1;
   void* arguments[] = {&args};
-  return launch(down[wide], args.selection.picks * (shape.hidden / kBlock), overlap, arguments, stream);
+  Looping prepare;
+  prepare.function = reinterpret_cast<const void*>(prepare_rows);
+  if (launch(prepare, blocks_for_warps(warps) + 1, overlap && (step.flags & MOE_CUDA_AFTER_KERNEL) != 0, arguments, stream) != 0) return -1;
+  if (launch_inner(args, wide, overlap, stream) != 0) return -1;
+  return launch_looping(down[wide], args.selection.picks * (shape.hidden / kBlock), overlap, arguments, stream);
 }
 
 extern "C" int moe_cuda_shape_check(const MoeExpertShape* shape) {

@@ -16,12 +16,18 @@ namespace glm53 {
 
 constexpr uint32_t kWarps = 8;
 constexpr uint32_t kThreads = 32 * kWarps;
+constexpr uint32_t kBlocksPerMultiprocessor = 2;
 constexpr uint32_t kGroups = 4;
 constexpr uint32_t kColumnWarps = kWarps / kGroups;
 constexpr uint32_t kWarpTiles = kBlock / 16 / kColumnWarps; /* tiles side by side in a warp */
 constexpr uint32_t kStageInputs = 64;                       /* four slices of 16 inputs */
 constexpr uint32_t kBlockStages = kBlock / kStageInputs;
 constexpr uint32_t kStageActivationBytes = 2 * kStageInputs; /* of one row */
+
+/* A slice of a warp's stage: its tiles side by side. The lanes (g, tg) of a warp read word K g + i of slice tg: slices that start 8 banks
+ * apart have no conflict. */
+__host__ __device__ constexpr uint32_t slice_words(uint32_t k) { return (kWarpTiles * 8u * k + 31u) / 32u * 32u + 8u; }
+__host__ __device__ constexpr uint32_t warp_stage_bytes(uint32_t k) { return 4u * 4u * slice_words(k); }
 
 /* Shared memory of a block. Two blocks fit a multiprocessor: of 228 KB (compute capability 9.0, 10.x) or of 100 KB (8.6, 8.9, 12.0). */
 struct BlockMemory {
@@ -34,7 +40,7 @@ __host__ __device__ constexpr BlockMemory block_memory(bool roomy, uint32_t k, u
   const uint32_t budget = (roomy ? 72u : 46u) * 1024u;
   const uint32_t reductions = roomy ? 2u : 1u;
   const uint32_t reduction_bytes = reductions * kGroups * rows * kBlock * 4u;
-  const uint32_t stage_bytes = kWarps * kWarpTiles * 128u * k;
+  const uint32_t stage_bytes = kWarps * warp_stage_bytes(k);
   uint32_t stages = (budget - reduction_bytes) / stage_bytes;
   if (stages < 2u) stages = 2u;
   if (stages > 6u) stages = 6u;
@@ -72,44 +78,45 @@ __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/* A warp's ring of weight stages. `Items` says which items the block works on: bool next(const uint8_t*& matrix). */
+/* A warp's ring of weight stages. `Items` says which items the block works on: bool next(const uint8_t*& band). */
 template <int K, int Stages, typename Items>
 class WeightRing {
  public:
   static constexpr uint32_t kTileBytes = 32u * K;
-  static constexpr uint32_t kStageBytes = kWarpTiles * 4u * kTileBytes;
-  static constexpr uint32_t kRowChunks = kWarpTiles * kTileBytes / 16u; /* of 16 bytes, in one slice of inputs */
-  static constexpr uint32_t kLaneChunks = 4u * kRowChunks / 32u;
+  static constexpr uint32_t kSliceBytes = 4u * slice_words(K);
+  static constexpr uint32_t kStageBytes = warp_stage_bytes(K);
+  static constexpr uint32_t kSliceChunks = kWarpTiles * kTileBytes / 16u; /* of 16 bytes; eight lanes copy a slice */
+  static constexpr uint32_t kLaneChunks = (kSliceChunks + 7u) / 8u;
 
-  /* column_warp: which of the band's parts the warp takes. */
+  /* memory: Stages * kStageBytes of shared memory. column_warp: which of the band's parts the warp takes. */
   __device__ __forceinline__ WeightRing(uint8_t* memory, const MatrixGeometry& geometry, const Items& items, uint32_t lane,
                                         uint32_t column_warp)
-      : memory_(memory), shared_(static_cast<uint32_t>(__cvta_generic_to_shared(memory))), items_(items) {
+      : items_(items), memory_(memory), piece_(lane % 8u) {
+    const uint32_t slice = lane / 8u;
+    shared_ = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + slice * kSliceBytes + piece_ * 16u;
     stage_stride_ = 4u * geometry.row_bytes;
     item_stages_ = geometry.num_blocks * kBlockStages;
-    first_ = geometry.first_block * kBlock / 16u * geometry.row_bytes + column_warp * kWarpTiles * kTileBytes;
-#pragma unroll
-    for (uint32_t i = 0; i < kLaneChunks; ++i) {
-      const uint32_t chunk = lane + 32u * i, slice = chunk / kRowChunks, place = chunk % kRowChunks;
-      from_[i] = slice * geometry.row_bytes + place * 16u;
-      /* [tile][slice][bytes of a tile]: the four slices that a warp's quads read together lie next to each other. */
-      to_[i] = place / (2u * K) * (4u * kTileBytes) + slice * kTileBytes + place % (2u * K) * 16u;
-    }
+    first_ = (geometry.first_block * (kBlock / 16u) + slice) * geometry.row_bytes + column_warp * kWarpTiles * kTileBytes + piece_ * 16u;
     for (int stage = 0; stage < Stages - 1; ++stage) fetch();
   }
+
+  /* The item after the one whose work begins now (its first stages are in the ring already). */
+  __device__ __forceinline__ void set_upcoming(uint32_t item) { items_.upcoming = item; }
 
   /* Starts the copy of the next stage, if any is left. */
   __device__ __forceinline__ void fetch() {
     if (left_ == 0 && item_stages_ != 0) {
-      const uint8_t* matrix;
-      if (items_.next(matrix)) {
-        source_ = matrix + first_;
+      const uint8_t* band;
+      if (items_.next(band)) {
+        source_ = band + first_;
         left_ = item_stages_;
       }
     }
     if (left_ != 0) {
 #pragma unroll
-      for (uint32_t i = 0; i < kLaneChunks; ++i) copy16(shared_ + fill_ + to_[i], source_ + from_[i]);
+      for (uint32_t i = 0; i < kLaneChunks; ++i) {
+        if (8u * (i + 1u) <= kSliceChunks || piece_ + 8u * i < kSliceChunks) copy16(shared_ + fill_ + i * 128u, source_ + i * 128u);
+      }
       source_ += stage_stride_;
       --left_;
     }
@@ -128,13 +135,12 @@ class WeightRing {
   }
 
  private:
-  uint8_t* memory_;
-  uint32_t shared_;
   Items items_;
+  const uint8_t* memory_;
   const uint8_t* source_ = nullptr;
+  uint32_t shared_, piece_;
   uint32_t left_ = 0, fill_ = 0, drain_ = 0;
   uint32_t stage_stride_, item_stages_, first_;
-  uint32_t from_[kLaneChunks], to_[kLaneChunks];
 };
 
 /* Quantised inputs of the rows of a step, as prepare_rows and finish_inner write them. Row p: 2 * in bytes, for every stage the high bytes
@@ -204,7 +210,8 @@ class ActivationStream {
 template <int K, int NB, typename Ring>
 __device__ __forceinline__ void multiply_group(Ring& ring, ActivationStream<NB>& stream, uint32_t num_blocks, const PowersOfTwo& powers,
                                                uint32_t lane, float (&z)[kWarpTiles][NB][2]) {
-  const uint32_t g = lane / 4u, tg = lane % 4u;
+  const uint32_t g = lane / 4u, slice = lane % 4u * slice_words(K);
+  const uint32_t own_at = slice + K * g, before_at = slice + (g == 0 ? 8u * K : K * g) - 1u; /* the ring of a tile closes at its end */
 #pragma unroll
   for (uint32_t t = 0; t < kWarpTiles; ++t) {
 #pragma unroll
@@ -220,6 +227,16 @@ __device__ __forceinline__ void multiply_group(Ring& ring, ActivationStream<NB>&
       start[n][0] = start[n][2] = 0;
       start[n][1] = start[n][3] = -510 * sum[n];
     }
+    if constexpr (NB == 2) { /* four registers of starts more would not fit */
+#pragma unroll
+      for (uint32_t t = 0; t < kWarpTiles; ++t) {
+#pragma unroll
+        for (int n = 0; n < NB; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[t][n][i] = start[n][i];
+        }
+      }
+    }
 #pragma unroll
     for (uint32_t half = 0; half < kBlockStages; ++half) {
       const uint32_t* words = ring.take();
@@ -228,8 +245,8 @@ __device__ __forceinline__ void multiply_group(Ring& ring, ActivationStream<NB>&
 #pragma unroll
       for (uint32_t t = 0; t < kWarpTiles; ++t) {
         uint32_t own[K + 1];
-        load_words<K>(words + (t * 4u + tg) * 8u * K, g, own);
-        if (half == 0) {
+        load_words<K>(words + own_at + t * 8u * K, words[before_at + t * 8u * K], own);
+        if (NB == 1 && half == 0) {
           add_tile<K, NB>(own, powers, x, sums[t], start);
         } else {
           add_tile<K, NB>(own, powers, x, sums[t], sums[t]);

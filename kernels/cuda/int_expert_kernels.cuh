@@ -10,6 +10,9 @@
 
 namespace glm53 {
 
+/* Kernels of a step that hand out items: inner (two launches when gate and up differ in K) and outer. */
+constexpr uint32_t kLoopingKernels = 3;
+
 /* Scratch memory in VRAM. A projection row is pick * projections + projection (0 = gate, or up when there is no gate; 1 = up). */
 struct Workspace {
   QuantisedRows inputs;     /* [picks * projections] of hidden */
@@ -18,6 +21,18 @@ struct Workspace {
   float* y;                 /* [picks][hidden] */
   uint32_t* inner_arrivals; /* [picks][inter / 128], 0 between steps */
   uint32_t* outer_arrivals; /* [MOE_CUDA_MAX_ROWS][hidden / 128], 0 between steps */
+  uint32_t* handed_out;     /* [kLoopingKernels] items that each kernel of a step has given to its blocks; prepare_rows sets them to 0 */
+  RunTable* runs;           /* what outer reads; inner begins too early for it */
+};
+
+/* Division by a number that is the same for a whole launch. Exact for numbers and divisors below 2^16: the error of the rounded reciprocal,
+ * less than divisor / 2^32, then never reaches the next quotient. */
+struct Divisor {
+  uint32_t divisor, reciprocal;
+
+  __host__ explicit Divisor(uint32_t d) : divisor(d), reciprocal(static_cast<uint32_t>(((1ull << 32) + d - 1u) / d)) {}
+  Divisor() = default;
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const { return divisor == 1 ? n : __umulhi(n, reciprocal); }
 };
 
 struct StepArgs {
@@ -29,7 +44,8 @@ struct StepArgs {
   float* y;
   float* out;
   Workspace work;
-  uint32_t rows, projections, x_dtype, weights_dtype;
+  uint32_t rows, run_rows, projections, x_dtype, weights_dtype;
+  Divisor inner_bands, outer_bands;
   PowersOfTwo powers;
 };
 
@@ -102,7 +118,8 @@ __device__ __forceinline__ Four finish(Four z, uint64_t record, const MatrixPart
   return y;
 }
 
-/* One warp per (pick, projection, block of 128 inputs), then one per (row, block of 128 outputs) for rows without a pick. */
+/* One warp per (pick, projection, block of 128 inputs), then one per (row, block of 128 outputs) for rows without a pick; and one more
+ * block for what the other kernels count with. */
 __global__ void __launch_bounds__(kThreads) prepare_rows(const __grid_constant__ StepArgs args) {
   wait_for_previous_kernels();
   let_next_kernel_begin(); /* not before the selection is final: the next kernel reads it at once */
@@ -110,7 +127,12 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(const __grid_constant__
   const uint32_t item = (blockIdx.x * kThreads + threadIdx.x) / 32u;
   const uint32_t block = item % blocks, row = item / blocks, prepared = args.selection.picks * args.projections;
   const uint32_t column = block * kBlock + lane * 4u;
-  if (row < prepared) {
+  if (blockIdx.x == gridDim.x - 1) { /* the last block has no rows */
+    __shared__ RunTable table;
+    if (threadIdx.x < kLoopingKernels) args.work.handed_out[threadIdx.x] = 0;
+    table.build(args.selection, args.run_rows);
+    table.store(args.work.runs);
+  } else if (row < prepared) {
     const uint32_t pick = row / args.projections;
     const uint64_t record = args.selection.record(pick);
     if (record == 0) return;
@@ -130,45 +152,97 @@ __global__ void __launch_bounds__(kThreads) prepare_rows(const __grid_constant__
   }
 }
 
-/* The work items of a block: item, item + grid, ... below `total`. An item is (run, band, projection), the projection fastest. */
+/* A band of a run. */
+struct RunBand {
+  uint32_t run, band;
+};
+
+/* A kernel's items, and the next one that this block will fetch weights for. An item is (run, band, projection), the projection fastest. */
 struct InnerItems {
   const RunTable& table;
   const MoeExpertShape& shape;
-  uint32_t item, total, bands, first_projection, launched_projections, projections, tile_bytes;
+  Divisor bands;
+  uint32_t upcoming, total, first_projection, launched_projections, projections, tile_bytes;
 
-  __device__ __forceinline__ uint32_t projection(uint32_t i) const { return first_projection + i % launched_projections; }
-  __device__ __forceinline__ uint32_t band(uint32_t i) const { return i / launched_projections % bands; }
-  __device__ __forceinline__ uint32_t run(uint32_t i) const { return i / (launched_projections * bands); }
-  /* The address of the next item's band in its matrix. */
-  __device__ __forceinline__ bool next(const uint8_t*& matrix) {
-    if (item >= total) return false;
-    const MatrixParts parts = projection_parts(shape, projections, projection(item));
-    matrix = reinterpret_cast<const uint8_t*>(table.record[run(item)] + parts.trellis) + band(item) * (kBlock / 16u) * tile_bytes;
-    item += gridDim.x;
+  __device__ __forceinline__ uint32_t projection(uint32_t i) const { return first_projection + (i & (launched_projections - 1u)); }
+  __device__ __forceinline__ RunBand place(uint32_t i) const {
+    const uint32_t pair = i >> (launched_projections - 1u), run = bands.divide(pair);
+    return {run, pair - run * bands.divisor};
+  }
+  /* The address of the upcoming item's band in its matrix. */
+  __device__ __forceinline__ bool next(const uint8_t*& band) {
+    if (upcoming >= total) return false;
+    const MatrixParts parts = projection_parts(shape, projections, projection(upcoming));
+    const RunBand at = place(upcoming);
+    band = reinterpret_cast<const uint8_t*>(table.record[at.run] + parts.trellis) + at.band * (kBlock / 16u) * tile_bytes;
+    upcoming += gridDim.x;
     return true;
   }
 };
 
 struct OuterItems {
   const RunTable& table;
-  uint32_t item, total, bands, trellis, tile_bytes;
+  Divisor bands;
+  uint32_t upcoming, total, trellis, tile_bytes;
 
-  __device__ __forceinline__ bool next(const uint8_t*& matrix) {
-    if (item >= total) return false;
-    matrix = reinterpret_cast<const uint8_t*>(table.record[item / bands] + trellis) + item % bands * (kBlock / 16u) * tile_bytes;
-    item += gridDim.x;
+  __device__ __forceinline__ RunBand place(uint32_t i) const {
+    const uint32_t run = bands.divide(i);
+    return {run, i - run * bands.divisor};
+  }
+  __device__ __forceinline__ bool next(const uint8_t*& band) {
+    if (upcoming >= total) return false;
+    const RunBand at = place(upcoming);
+    band = reinterpret_cast<const uint8_t*>(table.record[at.run] + trellis) + at.band * (kBlock / 16u) * tile_bytes;
+    upcoming += gridDim.x;
     return true;
   }
 };
 
-/* The groups' sums of one item, from all warps, in the reduction buffer of `turn`. Rows: of the buffer; size: of the run. */
+/* The order in which a block takes items: blockIdx, blockIdx + grid, and from then on, in a launch with long items, whatever nobody has
+ * taken yet: blocks do not run at the same pace. The request is made two items ahead, so that neither its latency nor a barrier of its own
+ * is paid for. Short items, of which the ring would fetch several ahead, keep the fixed stride. */
+class ItemOrder {
+ public:
+  /* later: shared memory for two numbers. */
+  __device__ __forceinline__ ItemOrder(uint32_t* handed_out, uint32_t* later, bool dynamic)
+      : item(blockIdx.x), next(blockIdx.x + gridDim.x), handed_out_(handed_out), later_(later), dynamic_(dynamic) {}
+
+  uint32_t item, next, turn = 0;
+
+  /* Before the item's work. */
+  __device__ __forceinline__ void request() {
+    answer_ = next + gridDim.x;
+    if (dynamic_ && threadIdx.x == 0) answer_ = 2u * gridDim.x + atomicAdd(handed_out_, 1u);
+  }
+  /* After it, before and after the barrier that ends it. */
+  __device__ __forceinline__ void publish() {
+    if (threadIdx.x == 0) later_[turn % 2u] = answer_;
+  }
+  __device__ __forceinline__ void advance() {
+    item = next;
+    next = later_[turn % 2u];
+    ++turn;
+  }
+  __device__ __forceinline__ bool dynamic() const { return dynamic_; }
+
+ private:
+  uint32_t* handed_out_;
+  uint32_t* later_;
+  uint32_t answer_ = 0;
+  bool dynamic_;
+};
+
+/* True when every warp's group of input blocks is as long as the others and holds at least what a ring fetches ahead. */
+__device__ __forceinline__ bool long_items(uint32_t in_features, uint32_t stages) {
+  const uint32_t blocks = in_features / kBlock;
+  return blocks % kGroups == 0 && blocks / kGroups * kBlockStages >= stages;
+}
+
+/* The groups' sums of one item, from all warps, in the reduction buffer. Rows: of the buffer; size: of the run. */
 template <int K, int Rows, typename Ring, typename RowOf>
-__device__ __forceinline__ const float* multiply_item(Ring& ring, const QuantisedRows& from, const MatrixGeometry& geometry, uint32_t size,
-                                                      RowOf row_of, const PowersOfTwo& powers, float* reductions, uint32_t turn) {
-  constexpr uint32_t kReductions = block_memory(kRoomy, K, Rows).reductions;
+__device__ __forceinline__ void multiply_item(Ring& ring, const QuantisedRows& from, const MatrixGeometry& geometry, uint32_t size,
+                                              RowOf row_of, const PowersOfTwo& powers, float* buffer) {
   const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
-  float* buffer = reductions + turn % kReductions * (kGroups * Rows * kBlock);
-  if constexpr (kReductions == 1) __syncthreads(); /* the previous item has been read */
   if (Rows == 4 || size <= 4) {
     ActivationStream<1> stream(from, geometry, size, row_of, lane);
     float z[kWarpTiles][1][2];
@@ -180,8 +254,6 @@ __device__ __forceinline__ const float* multiply_item(Ring& ring, const Quantise
     multiply_group<K, 2>(ring, stream, geometry.num_blocks, powers, lane, z);
     store_group<2>(buffer, Rows, warp, lane, z);
   }
-  __syncthreads();
-  return buffer;
 }
 
 /* Step 7 and steps 1 to 3 of down for one band of a pick whose projections are all in memory. */
@@ -190,15 +262,12 @@ __device__ __forceinline__ void finish_inner(const StepArgs& args, uint64_t reco
   const uint32_t column = band * kBlock + lane * 4u;
   const float* first = args.work.projections + static_cast<size_t>(pick) * args.projections * s.inter + column;
   const Four suh = part_halves(record, s.down_suh, column);
-  const Four g = load_floats(first);
-  Four a;
+  Four a = load_floats(first);
   if (args.projections == 2) {
     const Four u = load_floats(first + s.inter);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.v[i] = activate(s.activation, s.act_limit, g.v[i], u.v[i]);
+    activate(s.activation, s.act_limit, a, &u);
   } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a.v[i] = activate_gate(s.activation, s.act_limit, g.v[i]);
+    activate(s.activation, s.act_limit, a, nullptr);
   }
   a = times(a, suh);
   hadamard128(a, lane);
@@ -207,30 +276,43 @@ __device__ __forceinline__ void finish_inner(const StepArgs& args, uint64_t reco
 
 /* Gate and up of all runs (or one of them: projections first .. first + launched - 1, when their K differ). Rows: of a run, 4 or 8. */
 template <int K, int Rows>
-__global__ void __launch_bounds__(kThreads, 2) inner_bands(const __grid_constant__ StepArgs args, uint32_t first, uint32_t launched) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    inner_bands(const __grid_constant__ StepArgs args, uint32_t first, uint32_t launched) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ RunTable table;
-  let_next_kernel_begin();
+  __shared__ uint32_t later[2];
   const uint32_t runs = table.build(args.selection, Rows);
-  const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.shape.inter / kBlock;
+  const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.inner_bands.divisor;
   constexpr BlockMemory kMemory = block_memory(kRoomy, K, Rows);
   using Ring = WeightRing<K, kMemory.stages, InnerItems>;
   const MatrixGeometry geometry(args.shape.hidden, args.shape.inter, K, warp / kColumnWarps);
-  const InnerItems items = {table, args.shape, blockIdx.x, runs * bands * launched, bands, first, launched, args.projections, 32u * K};
+  const InnerItems items = {table, args.shape, args.inner_bands, blockIdx.x, runs * bands * launched,
+                            first, launched,   args.projections, 32u * K};
   float* reductions = reinterpret_cast<float*>(memory + kWarps * kMemory.stages * Ring::kStageBytes);
   Ring ring(memory + warp * kMemory.stages * Ring::kStageBytes, geometry, items, lane, warp % kColumnWarps);
   wait_for_previous_kernels();
-  for (uint32_t item = blockIdx.x, turn = 0; item < items.total; item += gridDim.x, ++turn) {
-    const uint32_t run = items.run(item), band = items.band(item), projection = items.projection(item), size = table.sizes[run];
-    const auto row_of = [&](uint32_t r) { return table.picks[run][r] * args.projections + projection; };
-    const float* sums = multiply_item<K, Rows>(ring, args.work.inputs, geometry, size, row_of, args.powers, reductions, turn);
+  let_next_kernel_begin(); /* not earlier: it reads the run table at once */
+  ItemOrder order(args.work.handed_out + first, later, long_items(args.shape.hidden, kMemory.stages));
+  while (order.item < items.total) {
+    const RunBand at = items.place(order.item);
+    const uint32_t projection = items.projection(order.item), size = table.sizes[at.run];
+    const auto row_of = [&](uint32_t r) { return table.picks[at.run][r] * args.projections + projection; };
+    float* sums = reductions + order.turn % kMemory.reductions * (kGroups * Rows * kBlock);
+    if constexpr (kMemory.reductions == 1) __syncthreads(); /* the previous item's sums have been read */
+    if (order.dynamic()) ring.set_upcoming(order.next);
+    order.request();
+    multiply_item<K, Rows>(ring, args.work.inputs, geometry, size, row_of, args.powers, sums);
+    order.publish();
+    __syncthreads();
+    order.advance();
     if (warp < size) {
-      const uint32_t pick = table.picks[run][warp], column = band * kBlock + lane * 4u;
-      const uint64_t record = table.record[run];
+      const uint32_t pick = table.picks[at.run][warp], column = at.band * kBlock + lane * 4u;
+      const uint64_t record = table.record[at.run];
       const MatrixParts parts = projection_parts(args.shape, args.projections, projection);
       const Four y = finish(add_groups(sums, Rows, warp, lane), record, parts, column, lane);
       store_floats(args.work.projections + (static_cast<size_t>(pick) * args.projections + projection) * args.shape.inter + column, y);
-      if (arrive(args.work.inner_arrivals + pick * bands + band, args.projections, lane)) finish_inner(args, record, pick, band, lane);
+      if (arrive(args.work.inner_arrivals + pick * bands + at.band, args.projections, lane))
+        finish_inner(args, record, pick, at.band, lane);
     }
   }
 }
@@ -253,32 +335,43 @@ __device__ __forceinline__ void sum_picks(const StepArgs& args, const RunTable& 
 
 /* Down of all runs, and the sum over a row's picks. */
 template <int K, int Rows>
-__global__ void __launch_bounds__(kThreads, 2) outer_bands(const __grid_constant__ StepArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) outer_bands(const __grid_constant__ StepArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ RunTable table;
-  const uint32_t runs = table.build(args.selection, Rows);
-  const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.shape.hidden / kBlock;
+  __shared__ uint32_t later[2];
+  let_next_kernel_begin();
+  const uint32_t runs = table.load(args.work.runs);
+  const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.outer_bands.divisor;
   constexpr BlockMemory kMemory = block_memory(kRoomy, K, Rows);
   using Ring = WeightRing<K, kMemory.stages, OuterItems>;
   const MatrixGeometry geometry(args.shape.inter, args.shape.hidden, K, warp / kColumnWarps);
-  const OuterItems items = {table, blockIdx.x, runs * bands, bands, args.shape.down_trellis, 32u * K};
+  const OuterItems items = {table, args.outer_bands, blockIdx.x, runs * bands, args.shape.down_trellis, 32u * K};
   float* reductions = reinterpret_cast<float*>(memory + kWarps * kMemory.stages * Ring::kStageBytes);
   Ring ring(memory + warp * kMemory.stages * Ring::kStageBytes, geometry, items, lane, warp % kColumnWarps);
   wait_for_previous_kernels();
   const MatrixParts parts = outer_parts(args.shape);
-  for (uint32_t item = blockIdx.x, turn = 0; item < items.total; item += gridDim.x, ++turn) {
-    const uint32_t run = item / bands, band = item % bands, size = table.sizes[run];
-    const auto row_of = [&](uint32_t r) { return static_cast<uint32_t>(table.picks[run][r]); };
-    const float* sums = multiply_item<K, Rows>(ring, args.work.inner_rows, geometry, size, row_of, args.powers, reductions, turn);
+  ItemOrder order(args.work.handed_out + kLoopingKernels - 1u, later, long_items(args.shape.inter, kMemory.stages));
+  while (order.item < items.total) {
+    const RunBand at = items.place(order.item);
+    const uint32_t size = table.sizes[at.run];
+    const auto row_of = [&](uint32_t r) { return static_cast<uint32_t>(table.picks[at.run][r]); };
+    float* sums = reductions + order.turn % kMemory.reductions * (kGroups * Rows * kBlock);
+    if constexpr (kMemory.reductions == 1) __syncthreads(); /* the previous item's sums have been read */
+    if (order.dynamic()) ring.set_upcoming(order.next);
+    order.request();
+    multiply_item<K, Rows>(ring, args.work.inner_rows, geometry, size, row_of, args.powers, sums);
+    order.publish();
+    __syncthreads();
+    order.advance();
     if (warp < size) {
-      const uint32_t pick = table.picks[run][warp], column = band * kBlock + lane * 4u;
-      const Four y = finish(add_groups(sums, Rows, warp, lane), table.record[run], parts, column, lane);
+      const uint32_t pick = table.picks[at.run][warp], column = at.band * kBlock + lane * 4u;
+      const Four y = finish(add_groups(sums, Rows, warp, lane), table.record[at.run], parts, column, lane);
       store_floats(args.y + static_cast<size_t>(pick) * args.shape.hidden + column, y);
       if (args.out == nullptr) continue;
       const uint32_t row = pick / args.selection.top_k;
       uint32_t computed = 0;
       for (uint32_t k = 0; k < args.selection.top_k; ++k) computed += table.expert[row * args.selection.top_k + k] >= 0;
-      if (arrive(args.work.outer_arrivals + row * bands + band, computed, lane)) sum_picks(args, table, row, column);
+      if (arrive(args.work.outer_arrivals + row * bands + at.band, computed, lane)) sum_picks(args, table, row, column);
     }
   }
 }

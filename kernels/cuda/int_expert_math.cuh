@@ -121,15 +121,16 @@ __device__ __forceinline__ float at_most(float value, float limit) { return valu
 __device__ __forceinline__ float at_least(float value, float limit) { return value < limit ? limit : value; }
 
 /* The first factor of step 7. */
-__device__ __forceinline__ float activate_gate(uint32_t activation, float limit, float g) {
-  if (activation == MOE_ACT_SWIGLU_OAI) {
+template <int Activation>
+__device__ __forceinline__ float activate_gate(float limit, float g) {
+  if constexpr (Activation == MOE_ACT_SWIGLU_OAI) {
     if (limit != 0.0f) g = at_most(g, limit);
     return g * sigmoid_(g * 0x1.b3b646p+0f);
   }
   float value;
-  if (activation == MOE_ACT_SILU) {
+  if constexpr (Activation == MOE_ACT_SILU) {
     value = g * sigmoid_(g);
-  } else if (activation == MOE_ACT_GELU) {
+  } else if constexpr (Activation == MOE_ACT_GELU) {
     value = g * sigmoid_((g * 0x1.988454p+0f) * fmaf(g * g, 0x1.6e4e26p-5f, 1.0f));
   } else {
     const float positive = g < 0.0f ? 0.0f : g;
@@ -138,11 +139,30 @@ __device__ __forceinline__ float activate_gate(uint32_t activation, float limit,
   return limit != 0.0f ? at_most(value, limit) : value;
 }
 
-/* Step 7 with a gate. */
-__device__ __forceinline__ float activate(uint32_t activation, float limit, float g, float u) {
-  if (limit != 0.0f) u = at_least(at_most(u, limit), -limit);
-  if (activation == MOE_ACT_SWIGLU_OAI) u += 1.0f;
-  return activate_gate(activation, limit, g) * u;
+/* Step 7 for four numbers: g becomes a. Without a gate, u is NULL and g is what the up matrix gave. */
+template <int Activation>
+__device__ __forceinline__ void activate_four(float limit, Four& g, const Four* u) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    g.v[i] = activate_gate<Activation>(limit, g.v[i]);
+    if (u == nullptr) continue;
+    float up = u->v[i];
+    if (limit != 0.0f) up = at_least(at_most(up, limit), -limit);
+    if constexpr (Activation == MOE_ACT_SWIGLU_OAI) up += 1.0f;
+    g.v[i] *= up;
+  }
+}
+
+__device__ __forceinline__ void activate(uint32_t activation, float limit, Four& g, const Four* u) {
+  if (activation == MOE_ACT_SILU) {
+    activate_four<MOE_ACT_SILU>(limit, g, u);
+  } else if (activation == MOE_ACT_GELU) {
+    activate_four<MOE_ACT_GELU>(limit, g, u);
+  } else if (activation == MOE_ACT_SWIGLU_OAI) {
+    activate_four<MOE_ACT_SWIGLU_OAI>(limit, g, u);
+  } else {
+    activate_four<MOE_ACT_RELU2>(limit, g, u);
+  }
 }
 
 }  // namespace glm53

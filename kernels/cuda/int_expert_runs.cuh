@@ -1,4 +1,4 @@
-/* Which expert computes which picks: the run table, built by every block for itself from the step's selection.
+/* Which expert computes which picks: the run table, built on the device from the step's selection.
  *
  * A run is one expert and up to `rows` of its picks, so that its weights are decoded once for all of them. Runs are numbered in the order
  * in which experts first appear, which every block finds alike.
@@ -33,16 +33,20 @@ struct Selection {
   }
 };
 
-struct RunTable {
+struct alignas(16) RunTable {
   uint64_t record[kMaxPicks]; /* of a run */
   int32_t expert[kMaxPicks];  /* of a pick; -1: not computed here */
   uint16_t run[kMaxPicks];    /* of a run's first pick */
   uint16_t leaders[kMaxPicks / 32];
   uint8_t picks[kMaxPicks][MOE_MAX_ROWS]; /* of a run */
   uint32_t sizes[kMaxPicks];              /* of a run */
+  uint32_t runs;
 
   /* Fills the table and returns the number of runs. Called by a block of at least kMaxPicks threads; ends with a barrier. */
   __device__ uint32_t build(const Selection& selection, uint32_t rows);
+  /* Copies between shared memory and VRAM, by a whole block. Loading ends with a barrier and returns the number of runs. */
+  __device__ void store(RunTable* to) const;
+  __device__ uint32_t load(const RunTable* from);
 };
 
 __device__ __forceinline__ uint32_t RunTable::build(const Selection& selection, uint32_t rows) {
@@ -85,8 +89,23 @@ __device__ __forceinline__ uint32_t RunTable::build(const Selection& selection, 
     picks[number][rank % rows] = static_cast<uint8_t>(i);
     atomicAdd(&sizes[number], 1u);
   }
+  if (i == 0) runs = total;
   __syncthreads();
   return total;
+}
+
+__device__ __forceinline__ void RunTable::store(RunTable* to) const {
+  for (uint32_t i = threadIdx.x; i < sizeof(RunTable) / 16u; i += blockDim.x) {
+    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(this)[i];
+  }
+}
+
+__device__ __forceinline__ uint32_t RunTable::load(const RunTable* from) {
+  for (uint32_t i = threadIdx.x; i < sizeof(RunTable) / 16u; i += blockDim.x) {
+    reinterpret_cast<uint4*>(this)[i] = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+  }
+  __syncthreads();
+  return runs;
 }
 
 }  // namespace glm53

@@ -117,11 +117,10 @@ __device__ __forceinline__ void add_tile(const uint32_t (&words)[K + 1], const P
   add_inputs<3, 1>(states, x, sums, sums);
 }
 
-/* K words of a lane and the one before them. `tile` is the tile's first word in shared memory; the ring closes at its end. */
+/* A lane's K words in shared memory, and the one before them. */
 template <int K>
-__device__ __forceinline__ void load_words(const uint32_t* tile, uint32_t g, uint32_t (&words)[K + 1]) {
-  words[0] = tile[g == 0 ? 8 * K - 1 : K * g - 1];
-  const uint32_t* own = tile + K * g;
+__device__ __forceinline__ void load_words(const uint32_t* own, uint32_t before, uint32_t (&words)[K + 1]) {
+  words[0] = before;
   if constexpr (K == 2) {
     const uint2 two = *reinterpret_cast<const uint2*>(own);
     words[1] = two.x;

@@ -22,7 +22,10 @@ enum MoeCudaIndex { MOE_CUDA_INDEX_I32 = 0, MOE_CUDA_INDEX_I64 = 1 };
 enum MoeCudaFlags {
   /* Never let a kernel of the step start before its predecessor has ended (programmatic dependent launch, compute capability 9.0 and up,
    * is on otherwise: it hides the launches and the first loads). */
-  MOE_CUDA_SERIAL = 1
+  MOE_CUDA_SERIAL = 1,
+  /* The stream's last operation before this step is a kernel (or nothing): the step's launch may be prepared while it ends. What it wrote
+   * is waited for all the same. */
+  MOE_CUDA_AFTER_KERNEL = 2
 };
 
 /* One decode step of one MoE layer: `rows` tokens, top_k picks each. Pick p = row * top_k + slot belongs to expert selected[p].

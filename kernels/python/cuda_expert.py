@@ -19,7 +19,7 @@ MAX_TOP_K = 16
 
 DTYPE_F32, DTYPE_F16 = 0, 1
 INDEX_I32, INDEX_I64 = 0, 1
-FLAG_SERIAL = 1
+FLAG_SERIAL, FLAG_AFTER_KERNEL = 1, 2
 
 
 class _Step(ctypes.Structure):
@@ -109,13 +109,15 @@ class CudaExperts:
         shared: int | None = None,
         x_dtype: int = DTYPE_F16,
         serial: bool = False,
+        after_kernel: bool = False,
         stream: int = 0,
     ) -> None:
         """Enqueues one step. All addresses are device addresses, 16-byte aligned.
 
         x: fp16 or fp32 [rows, hidden]. y: fp32 [rows * top_k, hidden], one unweighted row per computed pick. out: fp32 [rows, hidden], the
         weighted sum over ascending slots, then plus shared (fp32 [rows, hidden]). At least one of y and out.
-        serial: no kernel begins before the one before it has ended. stream: cudaStream_t as an integer.
+        serial: no kernel begins before the one before it has ended. after_kernel: the stream's last operation is a kernel, so that the
+        step's launch may be prepared while it ends. stream: cudaStream_t as an integer.
         Raises ValueError naming the argument; RuntimeError is left to the stream, where an error of the device shows up.
         """
         step = _Step(
@@ -132,7 +134,7 @@ class CudaExperts:
             x_dtype=x_dtype,
             selected_type=routing.selected_type,
             weights_dtype=routing.weights_dtype,
-            flags=FLAG_SERIAL if serial else 0,
+            flags=(FLAG_SERIAL if serial else 0) | (FLAG_AFTER_KERNEL if after_kernel else 0),
         )
         if self._library.moe_cuda_run(self._open(), ctypes.byref(step), stream) != 0:
             raise ValueError(self._library.moe_cuda_last_error().decode())

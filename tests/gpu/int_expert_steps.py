@@ -152,7 +152,9 @@ class DeviceLayer:
             cuda_expert.DTYPE_F16 if step.weights.dtype == np.float16 else cuda_expert.DTYPE_F32,
         ), [table, selected, weights]
 
-    def run(self, step: Step, *, serial: bool = False, selected_type: int = cuda_expert.INDEX_I64) -> tuple[Floats, Floats]:
+    def run(
+        self, step: Step, *, serial: bool = False, after_kernel: bool = False, selected_type: int = cuda_expert.INDEX_I64
+    ) -> tuple[Floats, Floats]:
         """(rows [rows * top_k, hidden], sum [rows, hidden]). Rows that the kernel does not write are NaN."""
         routing, keep = self.routing(step, selected_type)
         x = torch.from_numpy(step.x).cuda()
@@ -167,6 +169,7 @@ class DeviceLayer:
             shared=None if shared is None else shared.data_ptr(),
             x_dtype=cuda_expert.DTYPE_F16 if step.x.dtype == np.float16 else cuda_expert.DTYPE_F32,
             serial=serial,
+            after_kernel=after_kernel,
             stream=torch.cuda.current_stream().cuda_stream,
         )
         torch.cuda.synchronize()

@@ -82,9 +82,10 @@ def test_random_layer_steps(pool: ExpertPool, name: str) -> None:
     for i in range(STEPS_PER_SHAPE):
         top_k = int(generator.integers(1, 17)) if i % 4 == 3 else 8
         step = random_step(generator, shape.hidden, 24, 1 + i % 8, top_k, absent=0.3 if i % 3 == 0 else 0.0, odd=0.2 if i % 5 == 0 else 0.0)
-        found_y, found_out = layer.run(
-            step, serial=i % 2 == 0, selected_type=cuda_expert.INDEX_I32 if i % 7 == 0 and not (step.selected > 1 << 30).any() else 1
-        )
+        narrow = i % 7 == 0 and not (step.selected > 1 << 30).any()
+        index_type = cuda_expert.INDEX_I32 if narrow else cuda_expert.INDEX_I64
+        # The buffers of a step are filled by kernels right before it, so after_kernel holds.
+        found_y, found_out = layer.run(step, serial=i % 4 == 0, after_kernel=i % 4 == 1, selected_type=index_type)
         y = expected_rows(pool, shape, records, step)
         active = step.active()
         assert differing(found_y[active], y[active]) == 0, i
@@ -139,14 +140,15 @@ def test_a_graph_reads_what_its_addresses_hold_then(pool: ExpertPool) -> None:
     out = torch.zeros((4, 512), device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        layer.experts.run(routing, x.data_ptr(), out=out.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
+        stream = torch.cuda.current_stream().cuda_stream
+        layer.experts.run(routing, x.data_ptr(), out=out.data_ptr(), stream=stream)
+        layer.experts.run(routing, x.data_ptr(), out=out.data_ptr(), after_kernel=True, stream=stream)
     for step in steps:
         table.copy_(torch.where(torch.from_numpy(step.here).cuda(), layer.addresses, 0))
         selected.copy_(torch.from_numpy(step.selected))
         weights.copy_(torch.from_numpy(step.weights))
         x.copy_(torch.from_numpy(step.x))
         out.fill_(float("nan"))
-        graph.replay()
         graph.replay()
         torch.cuda.synchronize()
         y = expected_rows(pool, shape, records, step)
