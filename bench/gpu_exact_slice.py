@@ -42,6 +42,8 @@ DENSE_LAYERS = 3
 TEXT = "model.language_model."
 TINY = report.ROOT / "models" / "tiny" / "checkpoint"
 PROMPT = 64
+# The simulator's heat with the GPU backend's parameters.
+HEAT = {"admit_after": 1, "admit_margin": 1.0, "heat_slow_half_life": 400, "heat_fast_half_life": 12, "heat_fast_weight": 1.0}
 PREFILLED = ("every expert in VRAM", "slots, on demand")
 Tensors = dict[str, tuple[str, list[int], bytes]]
 
@@ -306,8 +308,8 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
     resident_ms: dict[int, float] = {}
     modes = (
         ("every expert in VRAM", count, {"admit": False}),
-        ("slots, admitted between steps", slots, {}),
         ("slots, on demand", slots, {"on_demand": True}),
+        ("slots, admitted between steps", slots, {}),
         ("no slot", 1, {"admit": False}),
     )
     for name, num_slots, how in modes:
@@ -338,7 +340,8 @@ def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpo
             del backend, store
     one = trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K)
     for policy in CachePolicy:
-        outcome = simulate(policy, np.ascontiguousarray(one), routing_trace.EXPERTS, slots, warm_tokens=args.warm)
+        options = HEAT if policy is CachePolicy.HEAT else {}
+        outcome = simulate(policy, np.ascontiguousarray(one), routing_trace.EXPERTS, slots, warm_tokens=args.warm, **options)
         figures[f"{policy.name.lower()}_hit_rate"] = round(outcome.hit_ratio, 4)
     return rows, figures
 
