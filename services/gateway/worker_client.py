@@ -91,13 +91,15 @@ class GrpcWorkerClient:
         self._address = address
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
+        self._methods: pb_grpc.WorkerStub | None = None
         self._language: Language | None = None
         self._language_lock = asyncio.Lock()
 
     def _stub(self) -> pb_grpc.WorkerStub:
-        if self._channel is None:
+        if self._methods is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
-        return pb_grpc.WorkerStub(self._channel)
+            self._methods = pb_grpc.WorkerStub(self._channel)
+        return self._methods
 
     async def info(self) -> pb.InfoResponse:
         """What the worker serves and whether it is ready."""
@@ -166,7 +168,7 @@ class GrpcWorkerClient:
         """Lets the connection go."""
         if self._channel is not None:
             await self._channel.close(None)
-            self._channel = None
+            self._channel = self._methods = None
 
 
 def _broken_off() -> errors.NotReady:
