@@ -3,7 +3,7 @@
  * A tile's stream is a ring of 16 lanes of K halfwords each; lane l holds 16 consecutive states, those of runs T = 2l and 2l + 1. R[m] is
  * the vector of halfword m of every lane, and R[-1] is R[K - 1] moved up by one lane (the ring closes). State i of a lane ends at bit
  * K * (i + 1) of its 16 K bits, so it is one funnel shift of R[m - 1] and R[m] by a constant: no masks, no gathers. The planar layout
- * stores R[0] .. R[K - 1] as they are; a native block is brought into that form in the first cache, one block ahead.
+ * stores R[0] .. R[K - 1] as they are; a native block is brought into much the same form in the first cache, one block ahead.
  *
  * Lanes 2c and 2c + 1 are two inputs, four rows apart, of column c (i mod 8 < 4) or c + 8: one vpmaddwd with a broadcast pair of inputs
  * adds both to a 32-bit sum per column. Sums may wrap on the way; the offset 510 * S leaves at the end of the block, and the end value
@@ -31,6 +31,10 @@ namespace {
 constexpr int kColumnTiles = static_cast<int>(kBlockTiles); /* tiles of a block, in each direction */
 constexpr int kPairsPerTile = 8;                            /* pairs of states (i, i + 4), which share their inputs */
 constexpr int kBlockPairs = kColumnTiles * kPairsPerTile;
+/* Native: rows of tiles from the one that is read to the one that is fetched from memory. All rows of a band meet in the same sets of the
+ * first cache: while one waits there, each row read and each row fetched takes a place, so that with 8 or 12 places no more than 4 may
+ * wait. */
+constexpr int kRowsAhead = 4;
 
 template <class S>
 using Vec = typename S::V;
@@ -43,21 +47,44 @@ struct BlockScratch {
   alignas(64) int32_t x[MOE_MAX_ROWS][kBlockPairs]; /* pairs of inputs, in the order of the states */
   Vec<S> below[2];
   Vec<S> weights[kBlockPairs][2];
-  alignas(64) uint8_t planar[2][kColumnTiles * kColumnTiles * 32 * kMaxBits]; /* native blocks, rearranged: this one and the next */
+  alignas(64) uint8_t columns[2][kColumnTiles * kColumnTiles * 32 * kMaxBits]; /* native blocks, rearranged: this one and the next */
 };
 
 /* First state of pair p: 0..3 and 8..11. */
 constexpr int pair_state(int p) { return p % 4 + p / 4 * 8; }
 
-/* State I of every lane of a planar tile; before: R[-1]. The halfwords are loaded where they are used: registers are scarcer than loads. */
-template <class S, int K, int I>
-GLM53_INLINE Vec<S> state(const uint8_t* tile, size_t next, Vec<S> before) {
+/* Columns of tiles where a column reads them: as a planar record has them, neighbours a column apart, or as rearrange_row leaves them, a
+ * vector's tiles interleaved by halfword, so that each halfword of theirs is one load. */
+struct PlanarColumns {
+  template <class S, int K>
+  static constexpr size_t stride() {
+    return 32 * K;
+  }
+  template <class S, int K>
+  static GLM53_INLINE Vec<S> load(const uint8_t* tile, int halfword) {
+    return S::load(tile + 32 * halfword, kColumnTiles * 32 * K);
+  }
+};
+struct InterleavedColumns {
+  template <class S, int K>
+  static constexpr size_t stride() {
+    return S::kTiles * 32 * K;
+  }
+  template <class S, int K>
+  static GLM53_INLINE Vec<S> load(const uint8_t* tile, int halfword) {
+    return S::load_whole(tile + S::kTiles * 32 * halfword);
+  }
+};
+
+/* State I of every lane of a tile; before: R[-1]. The halfwords are loaded where they are used: registers are scarcer than loads. */
+template <class S, int K, int I, class Columns>
+GLM53_INLINE Vec<S> state(const uint8_t* tile, Vec<S> before) {
   constexpr int kEnd = K * (I + 1);
   constexpr int kHalfword = (kEnd - 1) / 16;
   constexpr int kShift = kEnd - 16 * kHalfword;
-  const Vec<S> lower = S::load(tile + 32 * kHalfword, next);
+  const Vec<S> lower = Columns::template load<S, K>(tile, kHalfword);
   if constexpr (kShift == 16) return lower;
-  const Vec<S> upper = kHalfword == 0 ? before : S::load(tile + 32 * (kHalfword - 1), next);
+  const Vec<S> upper = kHalfword == 0 ? before : Columns::template load<S, K>(tile, kHalfword - 1);
   return S::template funnel<kShift>(upper, lower);
 }
 
@@ -116,10 +143,10 @@ GLM53_INLINE void load_native(const uint8_t* tile, size_t next, Vec<S>* r) {
   }
 }
 
-/* R[-1] of a planar tile. */
-template <class S, int K>
-GLM53_INLINE Vec<S> halfwords_before(const uint8_t* tile, size_t next) {
-  return S::move_up(S::load(tile + 32 * (K - 1), next));
+/* R[-1] of a tile. */
+template <class S, int K, class Columns>
+GLM53_INLINE Vec<S> halfwords_before(const uint8_t* tile) {
+  return S::move_up(Columns::template load<S, K>(tile, K - 1));
 }
 
 /* Adds byte sums times inputs of one row to two vectors of columns (0-7 and 8-15). */
@@ -154,9 +181,8 @@ struct HashFactors {
 };
 
 /* Pair P is multiplied, pair P + 1 extracted (from the next tile after the last), pair P - 1 leaves as byte sums. */
-template <class S, int K, int P, class Sink>
-GLM53_INLINE void step(const uint8_t* tile, size_t next, Vec<S> before, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink,
-                       int index) {
+template <class S, int K, int P, class Columns, class Sink>
+GLM53_INLINE void step(const uint8_t* tile, Vec<S> before, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
   Vec<S> h0 = S::add16(q.h0, q.k0);
   S::pin(h0);
   Vec<S> h1 = S::add16(q.h1, q.k1);
@@ -171,8 +197,8 @@ GLM53_INLINE void step(const uint8_t* tile, size_t next, Vec<S> before, const Ha
   S::pin(e1);
   constexpr int kNext = pair_state((P + 1) % kPairsPerTile);
   __asm__ volatile("" : "+r"(tile)); /* a load here, not a register kept from the step before */
-  Vec<S> n0 = state<S, K, kNext>(tile, next, before);
-  Vec<S> n1 = state<S, K, kNext + 4>(tile, next, before);
+  Vec<S> n0 = state<S, K, kNext, Columns>(tile, before);
+  Vec<S> n1 = state<S, K, kNext + 4, Columns>(tile, before);
   S::pin(n0);
   S::pin(n1);
   h0 = S::byte_pairs(h0, factors.ones);
@@ -196,31 +222,32 @@ GLM53_INLINE void step(const uint8_t* tile, size_t next, Vec<S> before, const Ha
 }
 
 /* Eight tiles, one below the other (and their right neighbours), from top to bottom. Index -1 of the sink gets zeros. ahead: distance of
- * the bytes to prefetch. */
-template <class S, int K, class Sink>
-GLM53_INLINE void run_column(const uint8_t* tile, size_t stride, size_t next, size_t ahead, Sink& sink) {
+ * the bytes to prefetch, 0: none. */
+template <class S, int K, class Columns, class Sink>
+GLM53_INLINE void run_column(const uint8_t* tile, size_t ahead, Sink& sink) {
   const HashFactors<S> factors = {S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu)),
                                   S::set16(static_cast<int16_t>(kMul1Multiplier >> 16)), S::set8(1)};
-  Vec<S> before = halfwords_before<S, K>(tile, next);
+  Vec<S> before = halfwords_before<S, K, Columns>(tile);
   Pipeline<S> q = {};
-  q.s0 = state<S, K, 0>(tile, next, before);
-  q.s1 = state<S, K, 4>(tile, next, before);
+  q.s0 = state<S, K, 0, Columns>(tile, before);
+  q.s1 = state<S, K, 4, Columns>(tile, before);
   for (int kt = 0; kt < kColumnTiles; ++kt) {
-    for (int t = 0; t < S::kTiles; ++t) {
-      _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead), _MM_HINT_T0);
-      _mm_prefetch(reinterpret_cast<const char*>(tile + t * next + ahead + 64), _MM_HINT_T0);
+    for (int t = 0; t < S::kTiles && ahead != 0; ++t) {
+      const uint8_t* later = tile + t * kColumnTiles * 32 * K + ahead;
+      _mm_prefetch(reinterpret_cast<const char*>(later), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(later + 64), _MM_HINT_T0);
     }
     const int at = kt * kPairsPerTile;
-    step<S, K, 0>(tile, next, before, factors, q, sink, at);
-    step<S, K, 1>(tile, next, before, factors, q, sink, at + 1);
-    step<S, K, 2>(tile, next, before, factors, q, sink, at + 2);
-    step<S, K, 3>(tile, next, before, factors, q, sink, at + 3);
-    step<S, K, 4>(tile, next, before, factors, q, sink, at + 4);
-    step<S, K, 5>(tile, next, before, factors, q, sink, at + 5);
-    step<S, K, 6>(tile, next, before, factors, q, sink, at + 6);
-    tile += kt + 1 < kColumnTiles ? stride : 0; /* the last one is loaded again and not used */
-    before = halfwords_before<S, K>(tile, next);
-    step<S, K, 7>(tile, next, before, factors, q, sink, at + 7);
+    step<S, K, 0, Columns>(tile, before, factors, q, sink, at);
+    step<S, K, 1, Columns>(tile, before, factors, q, sink, at + 1);
+    step<S, K, 2, Columns>(tile, before, factors, q, sink, at + 2);
+    step<S, K, 3, Columns>(tile, before, factors, q, sink, at + 3);
+    step<S, K, 4, Columns>(tile, before, factors, q, sink, at + 4);
+    step<S, K, 5, Columns>(tile, before, factors, q, sink, at + 5);
+    step<S, K, 6, Columns>(tile, before, factors, q, sink, at + 6);
+    tile += kt + 1 < kColumnTiles ? Columns::template stride<S, K>() : 0; /* the last one is loaded again and not used */
+    before = halfwords_before<S, K, Columns>(tile);
+    step<S, K, 7, Columns>(tile, before, factors, q, sink, at + 7);
   }
   const Vec<S> ones = factors.ones;
   const Vec<S> b0 = S::add16(S::byte_pairs(q.l0, ones), S::byte_pairs(S::add16(q.h0, q.k0), ones));
@@ -311,41 +338,40 @@ GLM53_INLINE void order_inputs(const int16_t* q, int32_t* x) {
 }
 
 /* A column of tiles and its right neighbours. */
-template <class S, int K>
+template <class S, int K, class Columns>
 void column(const uint8_t* tile, size_t ahead, BlockScratch<S>& block, int num_rows, const RowFactors* rows, float* z) {
-  constexpr size_t kStride = 32 * K;
-  constexpr size_t kNext = kColumnTiles * kStride;
   if (num_rows == 1) {
     MultiplySink<S> sink = {block.x[0], S::zero(), S::zero()};
-    run_column<S, K>(tile, kStride, kNext, ahead, sink);
+    run_column<S, K, Columns>(tile, ahead, sink);
     add_columns<S>(sink.low, sink.high, rows[0], z);
     return;
   }
   StoreSink<S> sink = {block.weights};
-  run_column<S, K>(tile, kStride, kNext, ahead, sink);
+  run_column<S, K, Columns>(tile, ahead, sink);
   multiply_any<S>(block, num_rows, rows, z);
 }
 
-/* One row of tiles of a native block -> planar. The rows of a matrix lie a multiple of 4 KiB apart, so that a walk down a column would keep
- * throwing its own lines out of the first cache; this reads along the row. planar: place of the row's first tile. ahead: bytes to prefetch
- * at. */
+/* One row of tiles of a native block -> interleaved columns. The rows of a matrix lie a multiple of 4 KiB apart, so that a walk down a
+ * column would keep throwing its own lines out of the first cache; this reads along the row. to: place of the row's first tile. ahead:
+ * bytes to prefetch at. */
 template <class S, int K>
-void rearrange_row(const uint8_t* row, size_t ahead, uint8_t* planar) {
+void rearrange_row(const uint8_t* row, size_t ahead, uint8_t* to) {
   constexpr size_t kTileBytes = 32 * K;
-  constexpr size_t kNext = kColumnTiles * kTileBytes; /* of the planar block */
-  for (size_t line = 0; line < kNext; line += 64) _mm_prefetch(reinterpret_cast<const char*>(row + ahead + line), _MM_HINT_T0);
+  constexpr size_t kRowBytes = kColumnTiles * kTileBytes; /* of native tiles, and from one column of vectors to the next tile's place */
+  for (size_t line = 0; line < kRowBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(row + ahead + line), _MM_HINT_T0);
   if constexpr (K == 2 || K == 3 || K == 4) {
     for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
       Vec<S> r[K + 1];
       load_native<S, K>(row + tile * kTileBytes, kTileBytes, r);
-      for (int m = 0; m < K; ++m) S::store(planar + tile * kNext + 32 * m, kNext, r[m + 1]);
+      for (int m = 0; m < K; ++m) S::store_whole(to + tile * kRowBytes + S::kTiles * 32 * m, r[m + 1]);
     }
   } else {
     for (int tile = 0; tile < kColumnTiles; ++tile) {
-      uint16_t from[16 * K], to[16 * K];
+      uint16_t from[16 * K], planar[16 * K];
       memcpy(from, row + tile * kTileBytes, sizeof from);
-      planar_from_native(from, K, to);
-      memcpy(planar + tile * kNext, to, sizeof to);
+      planar_from_native(from, K, planar);
+      uint8_t* const first = to + tile / S::kTiles * S::kTiles * kRowBytes + tile % S::kTiles * 32;
+      for (int m = 0; m < K; ++m) memcpy(first + S::kTiles * 32 * m, planar + 16 * m, 32);
     }
   }
 }
@@ -363,8 +389,8 @@ void band_of(const BandArgs& args) {
   const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
   const int num_rows = static_cast<int>(args.rows);
   const auto rearrange = [&](uint32_t b, int kt) {
-    rearrange_row<S, K>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * stride, kColumnTiles * stride,
-                        block.planar[b % 2] + kt * kTileBytes);
+    rearrange_row<S, K>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * stride, kRowsAhead * stride,
+                        block.columns[b % 2] + kt * S::kTiles * kTileBytes);
   };
   if (!planar && args.first_group * length < end) { /* late groups may be empty */
     for (int kt = 0; kt < kColumnTiles; ++kt) rearrange(args.first_group * length, kt);
@@ -378,12 +404,16 @@ void band_of(const BandArgs& args) {
       order_inputs(args.q + (static_cast<size_t>(m) * args.in_blocks + b) * kBlock, block.x[m]);
     }
     float* z = args.groups + static_cast<size_t>(b / length) * args.rows * kBlock;
-    const uint8_t* tiles = planar ? top + b * kBlockBytes : block.planar[b % 2];
     for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
-      if (!planar && b + 1 < end) {
+      const size_t at = tile * kColumnTiles * kTileBytes;
+      if (planar) {
+        column<S, K, PlanarColumns>(top + b * kBlockBytes + at, 2 * kBlockBytes, block, num_rows, rows, z + 16 * tile);
+        continue;
+      }
+      if (b + 1 < end) {
         for (int t = 0; t < S::kTiles; ++t) rearrange(b + 1, tile + t);
       }
-      column<S, K>(tiles + tile * kColumnTiles * kTileBytes, planar ? 2 * kBlockBytes : 0, block, num_rows, rows, z + 16 * tile);
+      column<S, K, InterleavedColumns>(block.columns[b % 2] + at, 0, block, num_rows, rows, z + 16 * tile);
     }
   }
 }

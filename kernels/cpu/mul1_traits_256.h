@@ -19,7 +19,8 @@ struct Vectors256 {
 
   static GLM53_INLINE void pin(V& v) { __asm__ volatile("" : "+x"(v)); }
   static GLM53_INLINE V load(const uint8_t* at, size_t) { return _mm256_loadu_si256(reinterpret_cast<const V*>(at)); }
-  static GLM53_INLINE void store(uint8_t* at, size_t, V v) { _mm256_storeu_si256(reinterpret_cast<V*>(at), v); }
+  static GLM53_INLINE V load_whole(const uint8_t* at) { return _mm256_load_si256(reinterpret_cast<const V*>(at)); }
+  static GLM53_INLINE void store_whole(uint8_t* at, V v) { _mm256_store_si256(reinterpret_cast<V*>(at), v); }
   static GLM53_INLINE V zero() { return _mm256_setzero_si256(); }
   static GLM53_INLINE V set16(int16_t value) { return _mm256_set1_epi16(value); }
   static GLM53_INLINE V set8(int8_t value) { return _mm256_set1_epi8(value); }

@@ -22,10 +22,8 @@ struct Vectors512 {
     const V left = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
     return _mm512_inserti64x4(left, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at + next)), 1);
   }
-  static GLM53_INLINE void store(uint8_t* at, size_t next, V v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), part(v, 0));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at + next), part(v, 1));
-  }
+  static GLM53_INLINE V load_whole(const uint8_t* at) { return _mm512_load_si512(at); }
+  static GLM53_INLINE void store_whole(uint8_t* at, V v) { _mm512_store_si512(at, v); }
   static GLM53_INLINE V zero() { return _mm512_setzero_si512(); }
   static GLM53_INLINE V set16(int16_t value) { return _mm512_set1_epi16(value); }
   static GLM53_INLINE V set8(int8_t value) { return _mm512_set1_epi8(value); }

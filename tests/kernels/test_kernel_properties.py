@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pathlib
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,16 @@ def test_constant_trellis_bits(variant: str, fill: int, codebook: Codebook) -> N
         expected = reference.expert(shape, record, x).down.out
         with ExpertPool(variant) as pool:
             np.testing.assert_array_equal(run(pool, shape, record, x), expected.view(np.uint32))
+
+
+def test_bands_for_two_tiles_in_a_vector() -> None:
+    """The code of the AVX-512 variants, run on pairs of 256-bit vectors: the scalar kernel's bits for every K, layout, row count."""
+    program = pathlib.Path(__file__).parents[2] / "build" / "kernels" / "wide_bands"
+    if not program.exists():
+        pytest.skip("the native test programs were not built here")
+    done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("128 of 128 matrices had the scalar kernel's bits", "this host has no AVX2")
 
 
 def extreme_state() -> int:
