@@ -186,6 +186,22 @@ def test_staged_layers_are_read_from_slots() -> None:
     assert all(host.data_ptr() <= int(address) < host.data_ptr() + host.numel() for address in world.table[0].flatten())
 
 
+@pytest.mark.parametrize("then", ["decode", "prefill"])
+def test_a_pass_that_breaks_off_inside_a_layer_leaves_no_stale_address(then: str) -> None:
+    """Whatever comes next, the broken layer's experts are read where they are."""
+    draw = random.Random(3)
+    world = World(12, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))
+    world.store.begin_prefill(100)
+    world.store.before_experts(0, 100, None)
+    world.store.after_experts(0)
+    world.store.before_experts(1, 100, None)  # and its kernels fail
+    if then == "prefill":
+        world.prefill(9)
+    for _ in range(4):
+        world.decode(draw, 8)
+    world.prefill()
+
+
 def test_a_prefill_gives_the_decode_set_back() -> None:
     """Records that lent their slots to a staged prefill are resident again after a few decode steps, without being picked."""
     world = World(8, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))

@@ -134,6 +134,7 @@ class ExpertStore:
         if self.paused:
             return
         if rows <= DECODE_ROWS:
+            self._end_staging()
             self._note_picks(layer, rows, selected)
             return
         self._counters["prefill_steps"] += 1
@@ -260,7 +261,8 @@ class ExpertStore:
 
     def begin_prefill(self, rows: int) -> None:
         """A prefill pass of so many rows is about to run; its first two layers are staged from now on."""
-        self._staging, self._staging_open = None, True
+        self._end_staging()
+        self._staging_open = True
         if self._on_demand is not None:
             # Decode steps must be over before slots are lent and transit slots leave the tables. They are, but where a short prompt ran as
             # one.
@@ -279,6 +281,12 @@ class ExpertStore:
         self._counters["staged_passes"] += 1
         self._stage_next(self._staging)
         self._stage_next(self._staging)
+
+    def _end_staging(self) -> None:
+        """The staged pass is over. One that broke off inside a layer left that layer's tables at slots which are about to be used again."""
+        if self._staging is not None and self._staging.inside != NONE:
+            self._leave_staged(self._staging, self._staging.inside)
+        self._staging = None
 
     def _lend(self, first: int) -> None:
         """Empties the slots from `first` on."""
