@@ -41,7 +41,7 @@ def test_the_cases_notice_a_changed_threshold(tmp_path: Path) -> None:
     """With every comparison turned round, a case of every alert fails: none is there for show."""
     for folder in ("rules", "tests"):
         shutil.copytree(PROMETHEUS / folder, tmp_path / folder)
-    turned = {"== 0": "== 7", "> ": "< ", "< ": "> "}
+    turned = {"== 1": "== 7", "== 0": "== 7", "> ": "< ", "< ": "> "}
     path = tmp_path / "rules" / "alerts.yml"
     document = yaml.safe_load(path.read_text())
     alerts = document["groups"][0]["rules"]
