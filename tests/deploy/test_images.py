@@ -13,7 +13,7 @@ from tests.deploy import images
 from tests.deploy.engine import Engine
 from tests.deploy.test_files import requirements
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
 # Beyond the Debian that it is built on; Python alone is 35 MB of it.
 LARGEST_MB = {"gateway": 180, "gpu-worker-cpu": 200, "cpu-expert": 150, "cli": 280}
 
