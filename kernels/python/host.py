@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kernels.python import expert, lib
+from kernels.python import lib
 
 _MOST_CPUS = 4096
 _SHARED_HUGE = pathlib.Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -24,8 +24,9 @@ class NoSuchNodeError(ValueError):
 
 @functools.cache
 def _signatures() -> ctypes.CDLL:
-    expert.variants()  # declares moe_last_error
     library = lib.load()
+    library.moe_last_error.argtypes = []
+    library.moe_last_error.restype = ctypes.c_char_p
     library.moe_physical_cpus.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.moe_physical_cpus.restype = ctypes.c_int
     library.moe_prefer_node.argtypes = [ctypes.c_int32]
