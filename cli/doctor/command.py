@@ -13,7 +13,7 @@ from typing import Any
 
 from cli.doctor import hardware, store
 from cli.doctor.findings import Finding, Level, ok
-from cli.doctor.machine import GIB, Machine
+from cli.doctor.machine import Machine, shown
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.settings import environ
@@ -74,12 +74,12 @@ def _host(machine: Machine) -> Iterator[Finding]:
     """Facts of the machine that decide what can be served."""
     memory = machine.memory()
     kind = "cgroup limit" if memory.capped else "host"
-    yield ok("memory", f"{memory.limit / GIB:.1f} GiB ({kind}), {memory.host_available / GIB:.1f} GiB available on the host")
+    yield ok("memory", f"{shown(memory.limit)} ({kind}), {shown(memory.host_available)} available on the host")
     gpus = machine.gpus()
     if not gpus:
         yield ok("GPU", "none visible: the CPU device serves")
     for found in gpus or []:
-        yield ok("GPU", f"{found.name}, {found.memory / GIB:.1f} GiB, driver {found.driver}")
+        yield ok("GPU", f"{found.name}, {shown(found.memory)}, driver {found.driver}")
     yield from hardware.cdi(machine)
 
 

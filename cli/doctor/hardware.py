@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from cli.doctor.findings import Finding, fail, ok, warn
-from cli.doctor.machine import GIB, Gpu, Machine
+from cli.doctor.machine import GIB, Gpu, Machine, shown
 
 MIN_DRIVER = 580  # CUDA 13
 # A "24 GB" card has 24,564 MiB or less.
@@ -65,17 +65,17 @@ def _chosen(found: list[tuple[str, str]], visible: str | None) -> dict[int, str]
 
 
 def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
-    yield ok("GPU", f"{found.name}, {found.memory / GIB:.1f} GiB, driver {found.driver}")
+    yield ok("GPU", f"{found.name}, {shown(found.memory)}, driver {found.driver}")
     if int(found.driver.split(".")[0] or 0) < MIN_DRIVER:
         yield fail("GPU driver", f"driver {found.driver} is older than {MIN_DRIVER}, which CUDA 13 needs", "Install a newer NVIDIA driver.")
     if found.memory < MIN_VRAM:
-        yield fail("VRAM", f"{found.name} has {found.memory / GIB:.1f} GiB, a 24 GB card is needed", "Use a card with 24 GB or more.")
+        yield fail("VRAM", f"{found.name} has {shown(found.memory)}, a 24 GB card is needed", "Use a card with 24 GB or more.")
     if found.memory_used > OTHERS_VRAM:
         users = machine.run(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]) or ""
         by = "; ".join(filter(None, map(str.strip, users.splitlines()))) or "a desktop, or processes of other containers"
         yield warn(
             "VRAM",
-            f"{found.memory_used / GIB:.1f} GiB are taken already (by {by})",
+            f"{shown(found.memory_used)} are taken already (by {by})",
             "End what uses the GPU, or move the desktop to another one; what is taken later makes the expert cache smaller.",
         )
     if 0 < found.link_width < found.link_width_max:
@@ -153,8 +153,8 @@ def swap(machine: Machine, mode: str) -> Iterator[Finding]:
     """Memory that is swapped out is slower than anything this product does to avoid it."""
     memory = machine.memory()
     if memory.capped and memory.swap_limit != 0:
-        taken = "any amount of swap" if memory.swap_limit is None else f"{memory.swap_limit / GIB:.1f} GiB of swap"
-        text = f"the memory limit is {memory.limit / GIB:.1f} GiB, but {taken} may be used beyond it"
+        taken = "any amount of swap" if memory.swap_limit is None else f"{shown(memory.swap_limit)} of swap"
+        text = f"the memory limit is {shown(memory.limit)}, but {taken} may be used beyond it"
         fix = "Set the swap limit equal to the memory limit (compose: memswap_limit = mem_limit; docker run: --memory-swap = --memory)."
         # Without swap there is none to take, whatever the limit says.
         if _has_swap(machine):
@@ -170,7 +170,7 @@ def memlock(machine: Machine, need: int, mode: str) -> Iterator[Finding]:
     limit = machine.memlock()
     if limit in (-1,) or limit >= need:
         return
-    text = f"memlock is {limit / GIB:.2f} GiB, {need / GIB:.1f} GiB are pinned"
+    text = f"memlock is {shown(limit)}, {shown(need)} are pinned"
     fix = (
         "Raise it: ulimits: memlock: -1 in compose; LimitMEMLOCK=infinity of containerd's service on a Kubernetes node;"
         " * - memlock unlimited in /etc/security/limits.d on bare metal."

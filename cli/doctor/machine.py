@@ -17,6 +17,11 @@ GIB = 1 << 30
 Runner = Callable[[Sequence[str]], str | None]
 
 
+def shown(num_bytes: int) -> str:
+    """A size for people: "106.7 GiB", "61 MiB"."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 4 else f"{num_bytes >> 20} MiB"
+
+
 def run_program(command: Sequence[str]) -> str | None:
     """Standard output of a program; None when it is not there, fails, or takes longer than PROGRAM_S."""
     try:

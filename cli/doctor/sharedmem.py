@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 
 from cli.doctor.findings import Finding, fail, ok
-from cli.doctor.machine import GIB
+from cli.doctor.machine import GIB, shown
 from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmMismatch
@@ -43,18 +43,18 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
     if free < need:
         yield fail(
             "shared memory",
-            f"{shm_dir} has {free / GIB:.1f} GiB free, the expert records need {need / GIB:.1f} GiB",
+            f"{shm_dir} has {shown(free)} free, the expert records need {shown(need)}",
             f"Make it at least {size} GiB: SHM_SIZE in compose's .env, sizeLimit of the volume shm on Kubernetes,"
             f" mount -o remount,size={size}G {shm_dir} on bare metal.",
         )
         return
-    yield ok("shared memory", f"{shm_dir} has room for the expert records ({need / GIB:.1f} GiB)")
+    yield ok("shared memory", f"{shm_dir} has room for the expert records ({shown(need)})")
     usable = memory.limit if memory.capped else memory.host_available + left
     if usable < need:
         where = "the container's memory limit is" if memory.capped else "the host has available"
         yield fail(
             "memory",
-            f"{where} {usable / GIB:.1f} GiB; the expert records alone need {need / GIB:.1f} GiB and count as this process's memory",
+            f"{where} {shown(usable)}; the expert records alone need {shown(need)} and count as this process's memory",
             f"Give it at least {size + 6} GiB.",
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from cli.doctor import hardware, network, sharedmem
 from cli.doctor.findings import Finding, fail, ok
-from cli.doctor.machine import GIB, Machine
+from cli.doctor.machine import GIB, Machine, shown
 from services.common.errors import CheckpointError, ConfigError
 from services.common.ops_http import split_address
 from services.gpu_worker.backends import cpu_arena
@@ -60,7 +60,7 @@ def nvme_cap(machine: Machine) -> Iterator[Finding]:
     elif memory.limit < MIN_NVME_CAP:
         yield fail(
             "memory cap",
-            f"the memory limit is {memory.limit / GIB:.1f} GiB, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
+            f"the memory limit is {shown(memory.limit)}, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
             "Raise the limit.",
         )
 
