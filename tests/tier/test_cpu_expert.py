@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -194,6 +195,27 @@ def test_the_attachment_tells_kernel_threads_and_huge_pages(made: Stage, monkeyp
         assert len(others) >= 2  # the heartbeat has a thread of its own, which is not kept on the kernel's CPU
         assert os.sched_getaffinity(0) in others
         assert server.terminate()[0] == ExitCode.OK
+
+
+def test_cpus_that_went_away_do_not_end_the_service(caplog: pytest.LogCaptureFixture) -> None:
+    """A CPU set that shrank while the service ran: pinning is given up with a warning, and what is left may be used."""
+    before = os.sched_getaffinity(0)
+    ran: list[set[int]] = []
+
+    def serving() -> None:
+        worker.pin(1023)
+        worker.unpin({1022, 1023})
+        ran.append(os.sched_getaffinity(0))
+        worker.pin(min(before))
+        ran.append(os.sched_getaffinity(0))
+        worker.unpin(before)
+        ran.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=serving)
+    thread.start()
+    thread.join(10)
+    assert ran == [before, {min(before)}, before]
+    assert "not pinned to CPU 1023" in caplog.text
 
 
 def test_a_mismatch_is_refused_with_both_values_in_the_end(made: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
