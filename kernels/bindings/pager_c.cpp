@@ -47,6 +47,20 @@ int glm53_pager_where(Glm53Pager* pager, int32_t* slot_of) {
   });
 }
 
+int glm53_pager_heat_read(Glm53Pager* pager, float* slow, float* fast) {
+  return guarded(-1, [&] {
+    pager->impl.read_heat(slow, fast);
+    return 0;
+  });
+}
+
+int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const float* fast) {
+  return guarded(-1, [&] {
+    pager->impl.write_heat(slow, fast);
+    return 0;
+  });
+}
+
 int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]) {
   return guarded(-1, [&] {
     pager->impl.stats(counters);

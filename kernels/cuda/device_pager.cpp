@@ -260,6 +260,16 @@ void DevicePager::where(int32_t* slot_of) {
   }
 }
 
+void DevicePager::read_heat(float* slow, float* fast) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (uint32_t record = 0; record < heat_.size(); ++record) heat_.read(record, &slow[record], &fast[record]);
+}
+
+void DevicePager::write_heat(const float* slow, const float* fast) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (uint32_t record = 0; record < heat_.size(); ++record) heat_.write(record, slow[record], fast[record]);
+}
+
 void DevicePager::stats(uint64_t counters[8]) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::copy(std::begin(counters_), std::end(counters_), counters);

@@ -40,6 +40,8 @@ class DevicePager {
   void vacate(uint32_t first_slot, uint32_t count);
   void flush(void* stream);
   void where(int32_t* slot_of);
+  void read_heat(float* slow, float* fast);
+  void write_heat(const float* slow, const float* fast);
   void stats(uint64_t counters[8]);
 
  private:

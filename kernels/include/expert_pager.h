@@ -59,6 +59,9 @@ ABI_API int glm53_pager_vacate(Glm53Pager* pager, uint32_t first_slot, uint32_t 
 ABI_API int glm53_pager_flush(Glm53Pager* pager, void* stream); /* enqueues every table that changed */
 /* slot_of int32 [num_layers * experts_per_layer], -1: on the host only. */
 ABI_API int glm53_pager_where(Glm53Pager* pager, int32_t* slot_of);
+/* How hot each record is, as of now: float [num_layers * experts_per_layer] each. write: what an earlier run read. */
+ABI_API int glm53_pager_heat_read(Glm53Pager* pager, float* slow, float* fast);
+ABI_API int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const float* fast);
 /* counters u64[8]: layer steps, picks, hits, distinct records missed, of these admitted, in transit, read in place, bytes copied. -1 when a
  * driver call failed: what is running may be wrong. */
 ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);

@@ -166,6 +166,20 @@ class Pager:
         self._done(self._library.glm53_pager_where(self._pointer, slots.ctypes.data))
         return slots
 
+    def heat(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """How hot every record is now: (slow, fast) counts, float32 [layers * experts]."""
+        slow, fast = np.empty(self.num_records, np.float32), np.empty(self.num_records, np.float32)
+        self._done(self._library.glm53_pager_heat_read(self._pointer, slow.ctypes.data, fast.ctypes.data))
+        return slow, fast
+
+    def set_heat(self, slow: npt.NDArray[np.float32], fast: npt.NDArray[np.float32]) -> None:
+        """Goes on with the heat of an earlier run, float32 [layers * experts] each."""
+        for values in (slow, fast):
+            if values.dtype != np.float32 or values.shape != (self.num_records,):
+                raise ValueError(f"heat: expected float32 [{self.num_records}], got {values.dtype} {list(values.shape)}")
+        slow, fast = np.ascontiguousarray(slow), np.ascontiguousarray(fast)
+        self._done(self._library.glm53_pager_heat_write(self._pointer, slow.ctypes.data, fast.ctypes.data))
+
     def counters(self) -> PagerCounters:
         """Raises KernelError when a driver call failed: what ran since may be wrong."""
         values = (ctypes.c_uint64 * 8)()
@@ -198,6 +212,8 @@ def _load() -> Any:
             "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_flush": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_where": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_heat_read": ([pointer, pointer, pointer], ctypes.c_int),
+            "glm53_pager_heat_write": ([pointer, pointer, pointer], ctypes.c_int),
             "glm53_pager_stats": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_close": ([pointer], None),
         }

@@ -51,6 +51,20 @@ HeatTable::HeatTable(uint32_t num_layers, uint32_t experts_per_layer, const Heat
   }
 }
 
+void HeatTable::read(uint32_t id, float* slow, float* fast) const {
+  const Entry& e = entries_[id];
+  const uint32_t age = std::min(clock_[id / experts_per_layer_] - e.last, kTable - 1);
+  *slow = e.slow * slow_table_[age];
+  *fast = e.fast * fast_table_[age];
+}
+
+void HeatTable::write(uint32_t id, float slow, float fast) {
+  Entry& e = entries_[id];
+  e.slow = slow;
+  e.fast = fast;
+  e.last = clock_[id / experts_per_layer_];
+}
+
 void HeatTable::touch(uint32_t id) {
   Entry& e = entries_[id];
   const uint32_t now = clock_[id / experts_per_layer_];

@@ -43,6 +43,9 @@ class HeatTable {
     return e.slow * slow_table_[age] + params_.fast_weight * e.fast * fast_table_[age];
   }
   uint32_t touches(uint32_t id) const { return entries_[id].touches; }
+  // Both counts as of now, and their way back.
+  void read(uint32_t id, float* slow, float* fast) const;
+  void write(uint32_t id, float slow, float fast);
   uint32_t size() const { return static_cast<uint32_t>(entries_.size()); }
 
   // Versioned bytes, keyed by the checkpoint: a restart starts warm. load() is false, and changes nothing, when they belong to another

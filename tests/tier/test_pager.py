@@ -291,6 +291,27 @@ def test_closing_answers_what_was_asked() -> None:
     world.gpu.close()
 
 
+def test_heat_goes_on_where_an_earlier_run_ended() -> None:
+    """What was hot then is hot now, before anything is picked."""
+    first, second = World(9, 4, 0), World(10, 4, 0)
+    try:
+        for _ in range(5):
+            picks = np.array([[1, 2, 3, 4]], np.int64)
+            first.pager.step(0, 1, picks.ctypes.data, COMPUTE)
+            first.gpu.synchronize()
+        slow, fast = first.pager.heat()
+        assert (slow[1:5] > 0).all()
+        assert (fast[1:5] > slow[1:5]).all()
+        assert slow[5:].sum() == 0
+        second.pager.set_heat(slow, fast)
+        assert np.array_equal(second.pager.heat(), (slow, fast))
+        with pytest.raises(ValueError, match=r"expected float32 \[36\]"):
+            second.pager.set_heat(slow[1:], fast)
+    finally:
+        first.close()
+        second.close()
+
+
 def test_wrong_sizes_are_refused_by_name() -> None:
     """Before a thread starts."""
     with pytest.raises(ValueError, match="more transit slots than slots"):
