@@ -220,6 +220,16 @@ def test_a_prefill_gives_the_decode_set_back() -> None:
     assert len(after & before) >= 5
 
 
+def test_a_warm_start_has_the_hottest_records_in_its_slots() -> None:
+    """Those that an earlier run used most."""
+    world = World(3, ExpertOptions())
+    slow = np.zeros(LAYERS * EXPERTS, np.float32)
+    slow[[4, 17, 22, 8]] = (0.5, 0.9, 0.8, 0.1)
+    world.store.start_with(slow, np.zeros_like(slow))
+    assert {record for _, record in world.store.placement.residents()} == {4, 17, 22}
+    assert np.array_equal(world.store.read_heat()[0], slow)
+
+
 def test_closing_points_everything_at_the_host() -> None:
     """So that the slots' memory can be given to somebody else."""
     world = World(12, ExpertOptions())

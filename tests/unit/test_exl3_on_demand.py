@@ -10,6 +10,7 @@ import random
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +117,15 @@ def test_placed_records_are_hits(driver: ImmediateDriver) -> None:
         world.store.after_experts(layer)
     assert world.store.stats()["decode_hits"] == 12
     assert (world.store._where.ravel()[list(placed)] != NONE).all()
+
+
+def test_a_warm_start_has_the_hottest_records_in_its_slots(driver: ImmediateDriver) -> None:
+    """All but the transit slots are filled."""
+    world = make(16)
+    slow = np.linspace(1, 0, LAYERS * EXPERTS, dtype=np.float32)
+    world.store.start_with(slow, np.zeros_like(slow))
+    assert set(np.flatnonzero(world.store._where.ravel() != NONE)) == set(range(14))
+    assert np.array_equal(world.store.read_heat()[0], slow)
 
 
 def test_a_failed_copy_loses_the_backend_at_the_step_s_end(driver: ImmediateDriver) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import select
 from services.gpu_worker.backends.base import chunk_end
+from services.gpu_worker.backends.exl3 import heat_file
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 
@@ -109,6 +111,45 @@ def test_slots_and_records_always_agree(seed: int, num_slots: int, steps: int) -
         assert len({record for _, record in held}) == len(held) == placement.slots_used
         assert all(placement.slot(record) == slot == placement.resident(record, 1)[0] for slot, record in held)
         assert sum(placement.slot(record) != NONE for record in range(num_records)) == len(held)
+
+
+def test_heat_survives_a_restart_and_belongs_to_one_checkpoint(tmp_path: Path) -> None:
+    """Saved and read back; another checkpoint's, a damaged and a missing file give nothing and say why."""
+    path, mine, other = tmp_path / "heat", b"a" * 32, b"b" * 32
+    placement = Placement(6, 2)
+    for _ in range(3):
+        step(placement, 1, 4)
+    assert "does not exist yet" in heat_file.load(path, mine, 6)[1]
+    heat_file.save(path, mine, placement.read_heat())
+    heat, why = heat_file.load(path, mine, 6)
+    assert why == ""
+    assert heat is not None
+    restarted = Placement(6, 2)
+    restarted.write_heat(*heat)
+    assert np.allclose(restarted.heat(np.arange(6)), placement.heat(np.arange(6)))
+    assert "another checkpoint" in heat_file.load(path, other, 6)[1]
+    assert "another checkpoint" in heat_file.load(path, mine, 7)[1]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert "damaged" in heat_file.load(path, mine, 6)[1]
+
+
+def test_heat_is_saved_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    """Not at every step; a folder that is gone is reported, and serving goes on."""
+    placement, problems = Placement(3, 1), list[str]()
+    path = tmp_path / "heat"
+    keeper = heat_file.HeatKeeper(path, b"c" * 32, placement.read_heat, problems.append)
+    keeper.tick(100.0)
+    keeper.tick(101.0)
+    assert not path.exists()
+    keeper.tick(101.0 + heat_file.SAVE_EVERY_S)
+    keeper.close()
+    assert heat_file.load(path, b"c" * 32, 3)[1] == ""
+    gone = heat_file.HeatKeeper(tmp_path / "no" / "heat", b"c" * 32, placement.read_heat, problems.append)
+    gone.close()
+    assert len(problems) == 1
+    assert "cannot be saved" in problems[0]
 
 
 def test_runs_join_neighbours() -> None:

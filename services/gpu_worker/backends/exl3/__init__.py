@@ -6,6 +6,8 @@
     records.py    the arena's records, pinned, and device views of them
     experts.py    slots in VRAM, admissions, staging of prefills: what moves bytes and writes addresses
     placement.py  which record is in which slot, and which should be
+    on_demand.py  the pager, which copies misses within the step
+    heat_file.py  how hot experts are, kept over restarts
 
-Only loader.py, backend.py, records.py and experts.py import torch.
+Only loader.py, backend.py, records.py, experts.py and on_demand.py import torch.
 """

@@ -6,6 +6,7 @@ The passes are those that exllamav3's own generator makes (same rows, same block
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ import torch
 
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.exl3.experts import ExpertStore
+from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PageTable, pages_for
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.patches.replace import Replacements
@@ -61,15 +63,24 @@ class Exl3Backend:
         records: pinned.
         replacements: undoes the patches.
         info: the facts.
+        heat: keeps the experts' heat over restarts, or None.
     """
 
     def __init__(
-        self, model: Any, cache: Any, experts: ExpertStore, records: PinnedRecords, replacements: Replacements, info: BackendInfo
+        self,
+        model: Any,
+        cache: Any,
+        experts: ExpertStore,
+        records: PinnedRecords,
+        replacements: Replacements,
+        info: BackendInfo,
+        heat: HeatKeeper | None = None,
     ) -> None:
         self.info = info
         self.experts = experts
         self._model, self._cache = model, cache
         self._records, self._replacements = records, replacements
+        self._heat = heat
         self._pages = PageTable(cache.max_num_tokens // PAGE_TOKENS)
         self._recurrent = bool(model.get_recurrent_layers())
         self._open: dict[int, GpuStream] = {}
@@ -179,6 +190,8 @@ class Exl3Backend:
         torch.cuda.current_stream(self._device).synchronize()
         result: Logits = out.numpy().copy()
         self.experts.between_passes()
+        if self._heat is not None:
+            self._heat.tick(time.monotonic())
         return result
 
     def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -205,6 +218,8 @@ class Exl3Backend:
 
     def close(self) -> None:
         """Takes the patches out and gives memory back; the arena stays for the next worker."""
+        if self._heat is not None:
+            self._heat.close()
         torch.cuda.synchronize(self._device)
         self._replacements.undo()
         self._model.unload()

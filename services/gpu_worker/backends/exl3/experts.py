@@ -376,6 +376,18 @@ class ExpertStore:
             self._point([*lost, *wanted])
         torch.cuda.synchronize(self._table.device)
 
+    def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """How hot every record is: (slow, fast) counts."""
+        with self._lock:
+            return (self._on_demand or self.placement).read_heat()
+
+    def start_with(self, slow: NDArray[np.float32], fast: NDArray[np.float32]) -> None:
+        """Goes on with the heat of an earlier run, its hottest records in the slots. Waits for the device."""
+        with self._lock:
+            (self._on_demand or self.placement).write_heat(slow, fast)
+        order = np.argsort(-(slow + self.options.placement.fast_weight * fast), kind="stable")
+        self.place(int(record) for record in order[: self.placement.num_slots])
+
     def _place_on_demand(self, pager: OnDemand, wanted: list[int]) -> None:
         self._staging = None
         pager.vacate(0, self.placement.num_slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pathlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +17,10 @@ from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
+from services.gpu_worker.backends.exl3 import heat_file
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
@@ -82,8 +85,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         pager=PagerPolicy(admit_after=settings.ec_admit_after),
     )
     store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
-    # Something is in every slot from the start; the first steps' picks replace it by what is wanted.
-    store.place(spread(slots, loaded.records.num_records))
+    heat = keep_heat(settings.heat_file, checkpoint.hash, store, slots, loaded.records.num_records)
     log.info("slots = %d of %d experts (%s)", slots, loaded.records.num_records, slots_reason)
     info = BackendInfo(
         vocab_size=checkpoint.config.vocab_size,
@@ -101,7 +103,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         chunk_size=chunk,
         page_tokens=PAGE_TOKENS,
     )
-    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info)
+    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat)
 
 
 def load_model(
@@ -203,6 +205,21 @@ def resolve_slots(asked: int, free: int, reserve: int, stride: int, num_records:
     if slots == asked:
         return slots, "GLM53_EC_MAX_SLOTS"
     return slots, f"{free >> 20} MiB free, {reserve >> 20} MiB reserve"
+
+
+def keep_heat(name: str, checkpoint_hash: bytes, store: ExpertStore, num_slots: int, num_records: int) -> HeatKeeper | None:
+    """Fills the slots: with what was hot before, or with the same share of every layer, which the first steps' picks replace."""
+    heat = None
+    if name:
+        cpu.check_heat_file(name)
+        heat, why = heat_file.load(pathlib.Path(name), checkpoint_hash, num_records)
+        if heat is None:
+            log.warning("the cache starts cold: %s", why)
+    if heat is not None:
+        store.start_with(*heat)
+    else:
+        store.place(spread(num_slots, num_records))
+    return HeatKeeper(pathlib.Path(name), checkpoint_hash, store.read_heat, log.warning) if name else None
 
 
 def spread(num_slots: int, num_records: int) -> list[int]:

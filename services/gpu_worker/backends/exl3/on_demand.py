@@ -90,6 +90,14 @@ class OnDemand:
         """The slot of every record, -1 for none: int64 [layers, experts]."""
         return self._pager.where().astype(np.int64).reshape(self._shape)
 
+    def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(slow, fast) counts of every record."""
+        return self._pager.heat()
+
+    def write_heat(self, slow: NDArray[np.float32], fast: NDArray[np.float32]) -> None:
+        """Goes on with the heat of an earlier run."""
+        self._pager.set_heat(slow, fast)
+
     def counters(self) -> PagerCounters:
         """What it did.
 

@@ -106,6 +106,14 @@ class Placement:
         result: NDArray[np.float64] = self._slow[records] + self.options.fast_weight * self._fast[records]
         return result
 
+    def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """(slow, fast) counts of every record."""
+        return self._slow.astype(np.float32), self._fast.astype(np.float32)
+
+    def write_heat(self, slow: NDArray[np.float32], fast: NDArray[np.float32]) -> None:
+        """Goes on with the heat of an earlier run."""
+        self._slow[:], self._fast[:] = slow, fast
+
     def plan(self, picked: Ids) -> list[Move]:
         """Moves for the misses of a step, hottest first; the slots count as landing from now on.
 
