@@ -57,6 +57,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_QUEUE_TIMEOUT_S",
         "GLM53_SLOW_READER_S",
         "GLM53_STREAM_BUFFER_EVENTS",
+        "GLM53_TRITON_PIN",
         "GLM53_WARM_UP",
         "GLM53_WATCHDOG_S",
         "GLM53_WORKER_HTTP",

@@ -104,6 +104,11 @@ class GpuWorkerSettings(ServiceSettings):
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."
     )
+    triton_pin: str = Field(
+        "",
+        validation_alias="GLM53_TRITON_PIN",
+        description="On a GPU: file with the configurations that Triton's kernels use; made at the first start. Empty: chosen anew each time.",
+    )
     warm_up: bool = Field(
         True, validation_alias="GLM53_WARM_UP", description="On a GPU: compile and tune kernels at start instead of in the first requests."
     )
