@@ -17,10 +17,13 @@ from services.common.trace_context import TRACEPARENT, checked, traceparent_var
 from services.gateway.drain import Traffic
 from services.gateway.error_shapes import response_for
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
 _BUG = "The server failed; its log has the reason under this request's id."
+# Requests that may begin in one round of the event loop.
+_PER_ROUND = 1
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
 
 
@@ -35,6 +38,7 @@ class RequestScope:
         self._app = app
         self._traffic = traffic
         self._metrics = metrics
+        self._turnstile = Turnstile(_PER_ROUND)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
@@ -63,6 +67,7 @@ class RequestScope:
         began = time.monotonic()
         try:
             with self._traffic.request() if scope["method"] == "POST" else contextlib.nullcontext():
+                await self._turnstile.enter()
                 await self._app(scope, receive, send_with_id)
         except Exception:
             # A bug. The client learns that, and where to look; what was already sent cannot be taken back.
