@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import math
@@ -192,7 +193,8 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
 def _traffic(run: Monitored, stop: threading.Event) -> None:
     """Answers, streams, clients that leave, wrong keys and wrong requests, until told to stop."""
     while not stop.is_set():
-        with contextlib.suppress(OSError):
+        # The worker is killed meanwhile, and answers may be cut off with it.
+        with contextlib.suppress(OSError, http.client.HTTPException):
             run.ask({"max_tokens": 24})
             run.ask({"max_tokens": 24, "stream": True})
             run.ask({"max_tokens": 400, "stream": True}, read_bytes=300)
