@@ -107,7 +107,7 @@ class GpuWorkerSettings(ServiceSettings):
     triton_pin: str = Field(
         "",
         validation_alias="GLM53_TRITON_PIN",
-        description="On a GPU: file with the configurations that Triton's kernels use; made at the first start. Empty: chosen anew each time.",
+        description="On a GPU: file with the choices of Triton's kernels, made by the first start. Empty: chosen anew each time.",
     )
     warm_up: bool = Field(
         True, validation_alias="GLM53_WARM_UP", description="On a GPU: compile and tune kernels at start instead of in the first requests."
