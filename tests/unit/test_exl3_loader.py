@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
 
 MIB = 1 << 20
+find = triton_tuners.find
 
 
 def test_slots_take_what_vram_is_left() -> None:
@@ -110,6 +112,29 @@ def test_choices_come_back_on_the_same_gpu_only(tmp_path: Path) -> None:
     assert triton_tuners.load(path, {}, "RTX 3090") == (0, f"{path} was made on H200, this is RTX 3090")
     path.write_text("{")
     assert "cannot be read" in triton_tuners.load(path, {}, "H200")[1]
+
+
+def test_pins_are_written_once_by_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The first start says that it tunes and saves what it chose; the second has the choices and leaves the file alone."""
+    path = tmp_path / "pins.json"
+    found, plain, _ = modules()
+    autotuner = types.ModuleType("triton.runtime.autotuner")
+    autotuner.Autotuner = FakeTuner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", types.ModuleType("triton.runtime"))
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", autotuner)
+    monkeypatch.setattr(loader.triton_tuners, "find", lambda tuner_class: find(tuner_class, found))
+    first = loader.TritonPins(str(path), "H200")
+    assert "tuned anew" in caplog.text
+    plain.cache[(64,)] = plain.configs[1]
+    first.save()
+    written = path.stat().st_mtime_ns
+    plain.cache.clear()
+    second = loader.TritonPins(str(path), "H200")
+    assert plain.cache == {(64,): plain.configs[1]}
+    second.save()
+    assert path.stat().st_mtime_ns == written
+    loader.TritonPins("", "H200").save()
 
 
 def test_the_first_configuration_can_be_forced() -> None:

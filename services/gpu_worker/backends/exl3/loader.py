@@ -26,7 +26,7 @@ from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
-from services.gpu_worker.patches import dispatch, expert_load, pointer_tables, upstream
+from services.gpu_worker.patches import dispatch, expert_load, pointer_tables, triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 from services.gpu_worker.settings import GpuWorkerSettings
 
@@ -73,9 +73,11 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
+    pins = TritonPins(settings.triton_pin, torch.cuda.get_device_name(DEVICE))
     if settings.warm_up:
         note(0.85, "warming up")
         warm_up(loaded, chunk, settings.max_streams)
+        pins.save()
     slots, slots_reason = resolve_slots(
         settings.ec_max_slots, free_bytes(), int(settings.ec_reserve_gb * (1 << 30)), loaded.records.stride, loaded.records.num_records
     )
@@ -160,6 +162,39 @@ def make_store(
     store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
     dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)
     return store
+
+
+class TritonPins:
+    """Triton's choices from a file, before the first kernel runs.
+
+    Args:
+        name: GLM53_TRITON_PIN, empty for none.
+        gpu: whose choices they are.
+    """
+
+    def __init__(self, name: str, gpu: str) -> None:
+        self._path, self._gpu = pathlib.Path(name), gpu
+        self._tuners: dict[str, Any] = {}
+        if not name:
+            return
+        # Late: triton comes with torch's GPU builds alone.
+        from triton.runtime.autotuner import Autotuner
+
+        self._tuners = triton_tuners.find(Autotuner)
+        self._pinned, why = triton_tuners.load(self._path, self._tuners, gpu)
+        if why:
+            log.warning("Triton's kernels are tuned anew: %s", why)
+        else:
+            log.info("%d choices of Triton's kernels are pinned by %s", self._pinned, name)
+
+    def save(self) -> None:
+        """Writes the choices if the warm-up made new ones."""
+        if not self._tuners or sum(len(tuner.cache) for tuner in self._tuners.values()) == self._pinned:
+            return
+        try:
+            triton_tuners.save(self._path, self._tuners, self._gpu)
+        except OSError as error:
+            log.warning("Triton's choices cannot be saved to %s: %s", self._path, error.strerror)
 
 
 def warm_up(loaded: Loaded, chunk: int, max_streams: int) -> None:
