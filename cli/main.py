@@ -26,6 +26,7 @@ SERVE_FLAGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--port", "-p"), "PORT", "port of the HTTP API (default 30000)"),
     (("--mode",), "GLM53_MODE", "auto, fast or exact"),
     (("--model-dir", "-m"), "GLM53_MODEL_DIR", "checkpoint folder (default: the small one that ships with the code)"),
+    (("--device",), "GLM53_DEVICE", "auto, cpu or cuda"),
     (("--served-name",), "SERVED_NAME", "model name that clients ask for"),
     (("--instance",), "GLM53_INSTANCE", "names the shared memory (default: from the port)"),
     (("--slots",), "GLM53_EC_MAX_SLOTS", "most expert cache slots"),
