@@ -221,6 +221,7 @@ def test_the_gpu_profile_asks_for_one_gpu_by_its_cdi_name() -> None:
     """And a missing checkpoint folder is an error, not an empty folder made by the engine."""
     service = config(GPU="1", MODEL_DIR="/nonexistent")["services"]["gpu-worker"]
     assert [device["source"] for device in service["devices"]] == ["nvidia.com/gpu=1"]
+    assert service["environment"]["GLM53_DEVICE"] == "cuda"
     model = next(volume for volume in service["volumes"] if volume["target"] == "/model")
     assert model["read_only"]
     assert not model["bind"].get("create_host_path", False)
