@@ -17,18 +17,19 @@ CPU_FEATURES = ("avx2", "fma", "f16c")
 _CDI_PATH = re.compile(r"""^\s*-?\s*["']?(hostPath|path)["']?\s*:\s*["']?(/[^"',\s]+)""")
 
 
-def gpu(machine: Machine, visible: str | None = None) -> Iterator[Finding]:
+def gpu(machine: Machine, visible: str | None = None, *, needed: bool = True) -> Iterator[Finding]:
     """One usable NVIDIA GPU, and nobody else on it.
 
     Args:
         machine: where to look.
         visible: CUDA_VISIBLE_DEVICES, which nvidia-smi does not follow; None when it is not set.
+        needed: False when the CPU serves in the place of a GPU that is not there.
     """
     gpus, nodes = machine.gpus(), machine.gpu_nodes()
     names = _chosen([(found.uuid, found.name) for found in gpus] if gpus else [("", node) for node in nodes], visible)
     if not names:
         reason = "nvidia-smi is not there or does not answer" if gpus is None else "nvidia-smi lists none"
-        yield fail(
+        yield (fail if needed else warn)(
             "GPU",
             f"no NVIDIA GPU is visible: {reason if visible is None else f'CUDA_VISIBLE_DEVICES={visible}'}",
             "On the host: install the driver (>= 580). In a container: hand the device in (compose: devices: nvidia.com/gpu=0; Kubernetes:"

@@ -35,7 +35,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     yield from hardware.swap(machine, settings.mode)
     pinned = wants_gpu(settings)
     if pinned:
-        yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"))
+        yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"), needed=settings.device != "auto")
     yield from hardware.cpu(machine, settings.mode)
     yield from sharedmem.in_use(settings.shm_dir, settings.instance)
     unusable = list(sharedmem.folder(settings.shm_dir))

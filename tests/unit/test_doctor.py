@@ -102,6 +102,14 @@ def test_a_gpu_that_cannot_serve_is_refused(tmp_path: Path, gpus: list[str] | No
     assert fix in found.fix
 
 
+def test_a_gpu_that_auto_does_not_find_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` on an installation for GPUs serves on the CPU without one, which is told; `cuda` is refused."""
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: object())
+    for device, findings in (("auto", warned), ("cuda", failed)):
+        env = worker_env(tmp_path, GLM53_DEVICE=device)
+        assert "no NVIDIA GPU" in findings(worker.check(env, host(tmp_path)))["GPU"].message
+
+
 def test_vram_that_a_desktop_took_and_a_narrow_link_are_told(tmp_path: Path) -> None:
     """A card that serves, but not at its best, is a warning that names who has the memory and how many lanes are missing."""
     found = list(hardware.gpu(host(tmp_path, gpus=["GPU-1, NVIDIA GeForce RTX 3090, 590.12, 24576, 2310, 8, 16"])))
