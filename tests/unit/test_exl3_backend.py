@@ -42,6 +42,10 @@ class FakeModel:
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], dict[str, Any]]] = []
         self.error: BaseException | None = None
+        self.events: list[str] = []
+
+    def unload(self) -> None:
+        self.events.append("unloaded")
 
     def get_recurrent_layers(self) -> list[str]:
         return ["kda"]
@@ -67,6 +71,9 @@ class FakeExperts:
     def between_passes(self) -> None:
         self.events.append("between")
 
+    def close(self) -> None:
+        self.events.append("experts closed")
+
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Exl3Backend, FakeModel, FakeCache, FakeExperts]:
@@ -79,7 +86,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Exl3Backend, FakeModel, FakeC
         **{name: getattr(torch, name) for name in ("tensor", "int32", "int64", "float32", "inference_mode", "AcceleratorError", "device")},
         empty=pageable("empty"),
         zeros=pageable("zeros"),
-        cuda=types.SimpleNamespace(current_device=lambda: 0, current_stream=lambda _d: types.SimpleNamespace(synchronize=lambda: None)),
+        cuda=types.SimpleNamespace(
+            synchronize=lambda _d: None, current_device=lambda: 0, current_stream=lambda _d: types.SimpleNamespace(synchronize=lambda: None)
+        ),
     )
     monkeypatch.setattr(module, "torch", fake_torch)
     info = BackendInfo(VOCAB, 2 * PAGE_TOKENS, 3, "cuda", "", "exact", "", "", "", 0, 0, "")
@@ -158,6 +167,19 @@ def test_more_tokens_than_the_cache_has_fail_this_call_alone(made: Any) -> None:
         backend.prefill(stream, [1] * (6 * PAGE_TOKENS), all_logits=False)
     assert stream.length == 0
     assert backend.prefill(stream, [1], all_logits=False).argmax() == 2
+
+
+def test_closing_takes_addresses_back_before_patches_and_memory_go(made: Any) -> None:
+    """Heat is saved first; then slots are let go, patches taken out, the model unloaded, the records unpinned, the arena unmapped."""
+    backend, model, _, experts = made
+    order = model.events = experts.events
+    records = types.SimpleNamespace(close=lambda: order.append("unpinned"))
+    records.arena = types.SimpleNamespace(close=lambda: order.append("unmapped"))
+    backend._records = records
+    backend._heat = types.SimpleNamespace(close=lambda: order.append("heat saved"))
+    backend._replacements = types.SimpleNamespace(undo=lambda: order.append("patches out"))
+    backend.close()
+    assert order == ["heat saved", "experts closed", "patches out", "unloaded", "unpinned", "unmapped"]
 
 
 def test_a_device_error_ends_the_backend_and_others_do_not(made: Any) -> None:

@@ -221,6 +221,8 @@ class Exl3Backend:
         if self._heat is not None:
             self._heat.close()
         torch.cuda.synchronize(self._device)
+        # Before the hooks go: nothing may point at slots, and no thread write them, when their memory is given back.
+        self.experts.close()
         self._replacements.undo()
         self._model.unload()
         self._records.close()
