@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+
+# Before gRPC is loaded, which reads it once: connections that are polled by the threads that wait for them cost a fifth less CPU time a
+# message than those that gRPC's pool of threads polls.
+os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
 from services.common import event_loop
 from services.common.errors import ConfigError
