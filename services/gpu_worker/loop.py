@@ -184,6 +184,7 @@ class EngineLoop:
         self._admit()
         worked = self._prefill_one_chunk()
         worked = self._decode_all() or worked
+        self.metrics.end_step()
         if not worked and not self._live:
             self.backend.check_idle()
         if tidy or not worked:

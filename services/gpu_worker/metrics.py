@@ -77,15 +77,12 @@ class EngineMetrics:
         return self._speed
 
     def set_gauges(self, queued: int, running: int, kv_used: int, kv_reserved: int) -> None:
-        """State after a step; also where the speed is measured."""
+        """State now and then; also where the speed is measured."""
         self._queued.set(queued)
         self._running.set(running)
         self._kv_used.set(kv_used)
         self._kv_reserved.set(kv_reserved)
         self._kv_share.set(kv_used / kv_reserved if kv_reserved else 0.0)
-        if self._step_tokens:
-            self._vllm.note_step(self._step_tokens)
-            self._step_tokens = 0
         now = self._clock()
         elapsed = now - self._speed_since
         if elapsed < _SPEED_INTERVAL_S:
@@ -96,6 +93,12 @@ class EngineMetrics:
             rate = (tokens - self._speed_tokens) / elapsed
             self._speed = rate if self._speed == 0.0 else (1 - _SPEED_WEIGHT) * self._speed + _SPEED_WEIGHT * rate
         self._speed_since, self._speed_tokens = now, tokens
+
+    def end_step(self) -> None:
+        """A step that computed something is over."""
+        if self._step_tokens:
+            self._vllm.note_step(self._step_tokens)
+            self._step_tokens = 0
 
     def note_prefill(self, request: Request, tokens: int) -> None:
         """So many tokens of the request's prompt were computed; `num_prefilled` counts them already."""
