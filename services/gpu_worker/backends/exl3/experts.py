@@ -204,9 +204,6 @@ class ExpertStore:
         if not self._pick_rows.all() or not self._picks_ready.query():
             return None
         picks = self._picks.numpy()
-        per_layer = [
-            np.unique(picks[layer, : self._pick_rows[layer]]) + layer * self._records.num_experts for layer in range(len(self._pick_rows))
-        ]
         every = np.concatenate(
             [picks[layer, :rows].ravel() + layer * self._records.num_experts for layer, rows in enumerate(self._pick_rows)]
         )
@@ -214,7 +211,7 @@ class ExpertStore:
         self._counters["decode_picks"] += len(every)
         self._counters["decode_hits"] += int(np.count_nonzero(self._where.ravel()[every] != NONE))
         self._pick_rows[:] = 0
-        records = np.concatenate(per_layer)
+        records = np.unique(every)
         self._counters["decode_records_missed"] += int(np.count_nonzero(self._where.ravel()[records] == NONE))
         self.placement.touch(records)
         return records

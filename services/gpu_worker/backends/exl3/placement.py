@@ -120,29 +120,33 @@ class Placement:
         Args:
             picked: records that the step used; none of them is evicted.
         """
+        # Whole arrays: this runs between two steps, while the device has nothing to do.
         wanted = self._candidates(picked)
-        free = list(np.flatnonzero(self._record_in == NONE))
-        moves = [self._land(record, int(slot)) for record, slot in zip(wanted, free, strict=False)]
+        free = np.flatnonzero(self._record_in == NONE)
+        moves = [self._land(int(record), int(slot)) for record, slot in zip(wanted, free, strict=False)]
         rest = wanted[len(moves) :]
-        if not rest:
+        if len(rest) == 0:
             return moves
         victims = self._victims(picked, len(rest))
-        heat = self.heat(np.array(rest, np.int64))
-        for record, record_heat, victim in zip(rest, heat, victims, strict=False):
-            if record_heat <= self.options.margin * self.heat(np.array([victim]))[0]:
-                break
-            moves.append(self._land(record, int(self._slot_of[victim])))
-        return moves
+        rest = rest[: len(victims)]
+        hotter = self.heat(rest) > self.options.margin * self.heat(victims)
+        # Newcomers get colder, victims hotter: the first pair that does not pay is the last.
+        pays = int(np.argmin(hotter)) if not hotter.all() else len(rest)
+        slots = self._slot_of[victims[:pays]]
+        return moves + [self._land(int(record), int(slot)) for record, slot in zip(rest[:pays], slots, strict=True)]
 
-    def _candidates(self, picked: Ids) -> list[int]:
+    def _candidates(self, picked: Ids) -> Ids:
+        """Records that are to get a slot, hottest first."""
         missing = picked[self._slot_of[picked] == NONE]
         missing = missing[self._touches[missing] >= self.options.admit_after]
         back = [record for record in self._wanted if self._slot_of[record] == NONE]
-        ranked = sorted({*map(int, missing), *back}, key=lambda record: (-self.heat(np.array([record]))[0], record))
-        self._wanted = [record for record in back if record not in ranked[: self.options.max_admissions]]
-        return ranked[: self.options.max_admissions]
+        every = np.unique(np.concatenate([missing, np.array(back, np.int64)]))
+        chosen: Ids = every[np.lexsort((every, -self.heat(every)))][: self.options.max_admissions]
+        taken = set(chosen.tolist())
+        self._wanted = [record for record in back if record not in taken]
+        return chosen
 
-    def _victims(self, picked: Ids, count: int) -> list[int]:
+    def _victims(self, picked: Ids, count: int) -> Ids:
         """The coldest records that may lose their slot, coldest first."""
         held = self._record_in[(self._record_in != NONE) & ~self._landing]
         held = held[~np.isin(held, picked)]
@@ -150,7 +154,8 @@ class Placement:
         if count < len(held):
             chosen = np.argpartition(heat, count)[:count]
             held, heat = held[chosen], heat[chosen]
-        return [int(record) for record in held[np.argsort(heat, kind="stable")]]
+        result: Ids = held[np.argsort(heat, kind="stable")]
+        return result
 
     def _land(self, record: int, slot: int) -> Move:
         evicted = int(self._record_in[slot])
