@@ -62,21 +62,24 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--slots", default="24")
     parser.add_argument("--admission", default="auto", choices=("auto", "in_step", "between_steps"))
-    parser.add_argument("--warm-up", action="store_true")
+    parser.add_argument("--no-warm-up", action="store_true", help="ready sooner, but the first request waits for kernels to be compiled")
+    parser.add_argument("--ready-timeout", type=float, default=540.0, help="seconds; a machine's first start compiles kernels")
     args = parser.parse_args()
     env = {
         "GLM53_DEVICE": args.device,
         "GLM53_MODE": "exact",
         "GLM53_EC_MAX_SLOTS": args.slots,
         "GLM53_EC_ADMISSION": args.admission,
-        "GLM53_WARM_UP": str(int(args.warm_up)),
+        "GLM53_WARM_UP": str(int(not args.no_warm_up)),
         "GLM53_CACHE_TOKENS": "32768",
         "GLM53_CONTEXT_TOKENS": "4096",
     }
     with tempfile.TemporaryDirectory(prefix="glm53-gpu-serve-") as work:
-        running = server.start(Path(work), env=env)
+        began = time.monotonic()
+        running = server.start(Path(work), env=env, wait=False)
         try:
-            result = {"ready_s": round(running.ready_s, 1), **check(running.url)}
+            running.wait_ready(args.ready_timeout)
+            result = {"ready_s": round(time.monotonic() - began, 1), **check(running.url)}
             stats = running.get_json("/stats")
             result["device"], result["cache"] = stats.get("device"), stats.get("expert_cache")
         except urllib.error.HTTPError as error:

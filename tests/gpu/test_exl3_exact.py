@@ -40,6 +40,6 @@ def test_no_placement_changes_a_bit(tmp_path: Path) -> None:
 @needs_gpu
 def test_the_whole_stack_answers_on_the_gpu() -> None:
     """Gateway, worker and slots: plain, streamed and seeded answers, log-probabilities."""
-    done = subprocess.run([sys.executable, "-m", "bench.gpu_serve"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-m", "bench.gpu_serve"], cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert json.loads(done.stdout)["device"] == "cuda"
