@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import pytest
 
 from services.common.errors import EngineFailed, QueueFull
@@ -240,7 +241,6 @@ def test_overload_and_errors_in_mid_stream(stack: Stack) -> None:
 
 def test_the_official_client(stack: Stack) -> None:
     """anthropic-python: create, stream, tool round trip, count, errors."""
-    anthropic = pytest.importorskip("anthropic", reason="the clients extra is not installed")
     with anthropic.Anthropic(base_url=stack.url, api_key="none", max_retries=0) as client:
         stack.play(Say(FULL), Finish())
         thinking = {"type": "enabled", "budget_tokens": 1024}
