@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The expert kernel's stress program under ASan + UBSan and under TSan: about 150 s of CPU time, so less than two minutes on two cores.
+# The expert kernel's stress program under ASan + UBSan and under TSan: about 160 s of CPU time, which two quiet cores do in less than two minutes.
 # Both are built and run side by side, in a folder each below build/. The argument is the number of rounds.
 set -euo pipefail
 cd "$(dirname "$0")/.."
