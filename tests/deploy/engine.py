@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -96,6 +97,7 @@ class Engine:
         if self._service is not None:
             self._service.terminate()
             self._service.wait(30)
+        end_monitors()
         unmount_below(LAB, self.run_dir)
         if self._held is not None:
             self._held.close()
@@ -187,6 +189,15 @@ def run(
     if check and done.returncode != 0:
         pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}", pytrace=False)
     return done.stdout
+
+
+def end_monitors() -> None:
+    """Ends the monitors of commands that were run in containers: podman keeps each for five minutes after its command."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_bytes().split(b"\0")
+            if words[0].endswith(b"/conmon") and any(word.startswith(str(LAB).encode() + b"/") for word in words):
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def unmount_below(*folders: Path) -> None:
