@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 # sockaddr_un.sun_path has 108 bytes, the last one a zero.
 MAX_SOCKET_PATH_BYTES = 107
 
+# How long services of a killed supervisor get to end by themselves, and then to be gone after SIGKILL.
+ORPHANS_TERM_S = 5.0
+ORPHANS_KILL_S = 30.0
+
 
 class Instance:
     """The files of one instance.
@@ -172,14 +176,28 @@ class Instance:
             if _start_time(int(number)) == started:
                 log.warning("ending %s (process %s), left by a dead server", name, number)
                 orphans.append((int(number), started))
-        deadline = time.monotonic() + 5
-        for pid, started in orphans:
+        for pid, _ in orphans:
             _send(pid, signal.SIGTERM)
-            while _start_time(pid) == started and time.monotonic() < deadline:
-                time.sleep(0.05)
-            if _start_time(pid) == started:
-                _send(pid, signal.SIGKILL)
+        # A worker drains for up to half a minute when it has streams, but its clients went with the supervisor's gateway.
+        if not _all_gone(orphans, ORPHANS_TERM_S):
+            for pid, started in orphans:
+                if _start_time(pid) == started:
+                    _send(pid, signal.SIGKILL)
+            # The kernel takes a moment to unmap what a big process held, and until then the arena's lock is taken.
+            if not _all_gone(orphans, ORPHANS_KILL_S):
+                left = ", ".join(str(pid) for pid, started in orphans if _start_time(pid) == started)
+                raise ConfigError(f"process {left}, left by a dead server, does not end: end it by hand", param="GLM53_INSTANCE")
         listed.unlink()
+
+
+def _all_gone(processes: list[tuple[int, str]], timeout_s: float) -> bool:
+    """Waits until none of the (pid, start time) is left, at most `timeout_s`; says whether that came true."""
+    deadline = time.monotonic() + timeout_s
+    while any(_start_time(pid) == started for pid, started in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _send(pid: int, number: signal.Signals) -> None:

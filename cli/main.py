@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -12,10 +11,10 @@ from cli import keys, stream_rate
 from cli.doctor import command as doctor
 from cli.serve import Supervisor, print_settings
 from cli.settings import ServeSettings
-from services.common.errors import ConfigError, Glm53Error
+from services.common.errors import Glm53Error
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
-from services.common.settings import environ
+from services.common.settings import enter_root, environ
 
 log = logging.getLogger("glm53")
 
@@ -58,18 +57,8 @@ def serve(args: argparse.Namespace) -> int:
     settings = ServeSettings.load(env)
     configure_logging("serve", level=settings.log_level, json_lines=settings.log_format == "json")
     print_settings(settings)
-    _enter(settings.root)
+    enter_root(settings.root)
     return Supervisor(settings, env).run()
-
-
-def _enter(root: str) -> None:
-    """Makes the installation's folder the current one, for this process and the services."""
-    if not root:
-        return
-    try:
-        os.chdir(root)
-    except OSError as error:
-        raise ConfigError(f"GLM53_ROOT={root} is no folder that can be entered: {error.strerror}", param="GLM53_ROOT") from None
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

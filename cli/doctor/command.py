@@ -16,7 +16,7 @@ from cli.doctor.findings import Finding, Level, ok
 from cli.doctor.machine import Machine, shown
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
-from services.common.settings import environ
+from services.common.settings import enter_root, environ
 
 SUMMARY = "check this machine and the settings, and say how to fix what would go wrong; changes nothing"
 # Service → the module whose `check` looks at it. Imported when asked for: a container has the packages of its own service only.
@@ -48,6 +48,7 @@ def run(args: argparse.Namespace, machine: Machine | None = None, env: Mapping[s
     """
     machine, env = machine or Machine(), environ() if env is None else env
     try:
+        enter_root(env.get("GLM53_ROOT", ""))
         found = list(_findings(args, machine, env))
     except ConfigError as error:
         found = [Finding("settings", Level.FAIL, error.message)]

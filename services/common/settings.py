@@ -32,6 +32,20 @@ def environ() -> dict[str, str]:
     return dict(os.environ)
 
 
+def enter_root(root: str) -> None:
+    """Makes the installation's folder (GLM53_ROOT) the current one, for this process and those that it starts; "" leaves it.
+
+    Raises:
+        ConfigError: it cannot be entered.
+    """
+    if not root:
+        return
+    try:
+        os.chdir(root)
+    except OSError as error:
+        raise ConfigError(f"GLM53_ROOT={root} is no folder that can be entered: {error.strerror}", param="GLM53_ROOT") from None
+
+
 def is_service_link(name: str) -> bool:
     """True for a variable that Kubernetes service links inject, e.g. GLM53_GATEWAY_PORT."""
     return name not in setting_names.PREFIXED and bool(_SERVICE_LINK.match(name))

@@ -266,7 +266,7 @@ async def _prompt(
     messages: list[dict[str, Any]], demand: ToolDemand | None, thinking: Thinking, prefill: Prefill | None, language: Language
 ) -> ChatPrompt:
     tools = list(demand.tools) if demand is not None else []
-    size = sum(len(message["content"]) for message in messages)
+    size = sum(len(message["content"]) for message in messages) + sum(len(str(tool)) for tool in tools)
     if size < _LARGE_PROMPT_CHARS and len(messages) < 100:
         return language.template.prompt(messages, tools, thinking, prefill)
     return await asyncio.to_thread(language.template.prompt, messages, tools, thinking, prefill)

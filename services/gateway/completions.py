@@ -120,6 +120,8 @@ async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.I
         add = body.add_special_tokens is not False
         ids = await asyncio.to_thread(language.tokenizer.encode_raw, prompt, add_special_tokens=add)
     else:
+        if len(prompt) > info.max_context:  # before each of what may be millions of ids is looked at
+            room_for_answer(len(prompt), info.max_context, "prompt")
         for index, token_id in enumerate(prompt):
             if isinstance(token_id, bool) or not isinstance(token_id, int):
                 raise InvalidType(f"{path}[{index}] must be a token id.", param="prompt")

@@ -82,12 +82,12 @@ class PromptTokenizer:
             if token is not None:
                 ids.append(token)
             elif text:
-                ids.extend(self._text_only.encode(self.unmark(text), add_special_tokens=False).ids)
+                ids.extend(_encode(self._text_only, self.unmark(text), add_special_tokens=False))
         return ids
 
     def encode_raw(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text whose author may use control tokens: the prompt of /v1/completions."""
-        return list(self._full.encode(text, add_special_tokens=add_special_tokens).ids)
+        return _encode(self._full, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, control tokens spelled out."""
@@ -110,6 +110,12 @@ class PromptTokenizer:
             yield self.control_ids[match.group()], ""
             position = match.end()
         yield None, rendered[position:]
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of one text. The call for batches lets go of the GIL while it works, the one for a single text does not: a prompt of a
+    megabyte would stop every stream of the gateway for seconds."""
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -34,7 +34,9 @@ class GpuWorkerSettings(ServiceSettings):
         description="Model name that clients ask for; empty: glm-5.3-flash for the real checkpoint, glm-5.3-tiny for the shipped one.",
     )
     mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
-        "auto", validation_alias="GLM53_MODE", description="Tiers that serve the experts: auto takes fast. The nvme modes need a GPU build."
+        "auto",
+        validation_alias="GLM53_MODE",
+        description="Tiers that serve the experts: auto takes fast on the CPU device, exact on a GPU. The nvme modes are refused.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,3 +140,23 @@ def test_a_broken_tokenizer_is_refused(data: bytes) -> None:
     """What is no tokenizer.json is a checkpoint error, not a crash."""
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         PromptTokenizer(data)
+
+
+@pytest.mark.parametrize("encode", [TOKENIZER.encode_raw, lambda text: TOKENIZER.encode_rendered(TOKENIZER.mark(text))])
+def test_a_long_text_does_not_stop_other_threads(encode: Callable[[str], list[int]]) -> None:
+    """A megabyte is encoded in seconds; whoever else wants the GIL waits for a small part of that at most."""
+    text, took = "a " * 500_000, []
+
+    def work() -> None:
+        begin = time.monotonic()
+        encode(text)
+        took.append(time.monotonic() - begin)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    longest, last = 0.0, time.monotonic()
+    while worker.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    worker.join()
+    assert longest < took[0] / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -65,3 +66,18 @@ def test_a_root_that_is_none_is_refused(tmp_path: Path) -> None:
     done = run(sys.executable, "-m", "cli.main", "serve", GLM53_ROOT=str(tmp_path / "missing"))
     assert done.returncode == ExitCode.CONFIG
     assert "GLM53_ROOT" in done.stdout + done.stderr
+
+
+def test_the_doctor_looks_into_the_root(tmp_path: Path) -> None:
+    """The shipped checkpoint is found from any folder; a root that is none is named."""
+    port = str(serving.free_port())
+    command = [str(Path(sys.executable).parent / "glm53"), "doctor", "--json"]
+    env = {**os.environ, "GLM53_ROOT": str(ROOT), "PORT": port, "GLM53_WORKER_ADDRESS": f"unix:{tmp_path}/w.sock"}
+    found = json.loads(subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60).stdout)
+    assert [f["level"] for f in found if f["check"] == "checkpoint"].count("fail") == 0
+    assert any(f["check"] == "checkpoint" for f in found)
+    missing = subprocess.run(
+        command, env={**env, "GLM53_ROOT": str(tmp_path / "none")}, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert missing.returncode == ExitCode.CONFIG
+    assert "GLM53_ROOT" in missing.stdout

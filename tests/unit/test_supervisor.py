@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -17,6 +18,7 @@ from typing import IO
 
 import pytest
 
+from cli import instance as instance_module
 from cli import probe
 from cli.instance import Instance
 from cli.liveness import Liveness
@@ -162,6 +164,33 @@ def test_what_a_killed_server_left_is_reclaimed(dirs: tuple[Path, Path]) -> None
         assert wait_for(lambda: orphan.poll() is not None)
         heir.release()
         assert sorted(p.name for p in shm.iterdir()) == others
+
+
+def test_orphans_that_drain_are_ended_before_their_arena_is_looked_at(dirs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two services that ignore SIGTERM, as a worker with streams does for a while: both are killed, and the arena's lock is free."""
+    monkeypatch.setattr(instance_module, "ORPHANS_TERM_S", 0.3)
+    shm, _ = dirs
+    arena = shm / "glm53-a-arena"
+    dead = Instance("a", *dirs)
+    dead.acquire()
+    arena.write_bytes(b"x")
+    stubborn = (
+        "import fcntl, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); file = open(sys.argv[1], 'rb');"
+        "fcntl.flock(file, fcntl.LOCK_SH); print('ready', flush=True); time.sleep(60)"
+    )
+    with contextlib.ExitStack() as stack:
+        orphans = [stack.enter_context(subprocess.Popen([*python(stubborn), str(arena)], stdout=subprocess.PIPE)) for _ in range(2)]
+        for orphan in orphans:
+            assert orphan.stdout is not None
+            assert orphan.stdout.readline() == b"ready\n"
+            threading.Thread(target=orphan.wait, daemon=True).start()
+        dead.record_children({"gpu_worker": orphans[0].pid, "cpu_expert": orphans[1].pid})
+        assert dead._lock is not None
+        dead._lock.close()
+        heir = Instance("a", *dirs)
+        heir.acquire()
+        assert wait_for(lambda: all(orphan.poll() == -signal.SIGKILL for orphan in orphans))
+        heir.release()
 
 
 def test_a_reused_pid_is_not_ended(dirs: tuple[Path, Path]) -> None:
