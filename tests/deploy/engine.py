@@ -37,6 +37,7 @@ NEEDED = {"podman": "podman", "runc": "runc", "mmdebstrap": "mmdebstrap", "netav
 _SEARCH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/lib/podman"])
 TICK_S = 1.0
 _CERTIFICATES = Path("/etc/ssl/certs")
+_CARRIED_CERTIFICATES = Path("/run/build-certificates")
 _PIP_SETTINGS = Path("/etc/pip.conf")
 
 
@@ -221,12 +222,13 @@ until = _until
 
 def carried() -> list[str]:
     """How this machine reaches its package indexes, handed to builds and kept out of images: certificates, pip's settings."""
-    args = ["--network=host", "--volume", f"{_CERTIFICATES}:{_CERTIFICATES}:ro"]
+    # Not over the image's own folder: a package that a build installs may bring certificates and write them there.
+    args = ["--network=host", "--volume", f"{_CERTIFICATES}:{_CARRIED_CERTIFICATES}:ro"]
     if _PIP_SETTINGS.exists():
         args += ["--volume", f"{_PIP_SETTINGS}:{_PIP_SETTINGS}:ro"]
     bundle = _CERTIFICATES / "ca-certificates.crt"
     if bundle.exists():
-        args += ["--build-arg", f"PIP_CERT={bundle}"]
+        args += ["--build-arg", f"PIP_CERT={_CARRIED_CERTIFICATES / bundle.name}"]
     return args
 
 
