@@ -28,6 +28,7 @@ bind /dev
 [ -d /dev/pts ] && bind /dev/pts
 mount -t tmpfs -o size=2g tmpfs "$root/dev/shm" && mounts+=("$root/dev/shm")
 cp /etc/resolv.conf "$root/etc/resolv.conf" 2>/dev/null || true
+echo "127.0.0.1 localhost" > "$root/etc/hosts"  # the installer writes it, mmdebstrap does not
 
 # How this machine reaches its package indexes is the machine's business, not the product's: carry its settings of pip, npm and
 # certificates over, with every local folder that they name.

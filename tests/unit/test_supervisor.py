@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -330,10 +330,19 @@ def test_a_boot_failure_stops_everything_with_its_code(tmp_path: Path, code: int
     assert not (tmp_path / "state" / "children").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_crashed_services_come_back_and_a_signal_stops_all(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
-) -> None:
+@pytest.fixture
+def heard(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
+    """A signal that is not ignored, also where the tests run under nohup (which the server respects: it would go on)."""
+    number: signal.Signals = request.param
+    before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+    yield number
+    signal.signal(number, before)
+
+
+@pytest.mark.parametrize("heard", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], indirect=True)
+def test_crashed_services_come_back_and_a_signal_stops_all(tmp_path: Path, caplog: pytest.LogCaptureFixture, heard: signal.Signals) -> None:
     """A killed child is started again; SIGTERM, Ctrl-C and a closed terminal end every child and return 0."""
     marks = tmp_path / "marks"
     code = f"import os; open({str(marks)!r}, 'a').write(str(os.getpid()) + '\\n'); {SLEEP}"
@@ -346,7 +355,7 @@ def test_crashed_services_come_back_and_a_signal_stops_all(
         assert wait_for(lambda: "loaded in" in caplog.text)
         os.kill(int(marks.read_text().split()[0]), signal.SIGKILL)
         assert wait_for(lambda: marks.read_text().count("\n") == 2)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), heard)
 
     thread = threading.Thread(target=script)
     thread.start()
