@@ -17,7 +17,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from services.common.errors import ConfigError
 
@@ -93,6 +95,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise ValueError("need host:port, e.g. 0.0.0.0:9401")
     return host.strip("[]"), int(port)
+
+
+def _checked(address: str) -> str:
+    if address:
+        split_address(address)
+    return address
+
+
+OptionalAddress = Annotated[str, AfterValidator(_checked)]
+"""A setting that is a host:port, or empty for nowhere."""
 
 
 class _Server(http.server.ThreadingHTTPServer):

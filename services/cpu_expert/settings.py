@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from kernels.python.host import parse_cpus
-from services.common.ops_http import split_address
+from services.common.ops_http import OptionalAddress
 from services.common.settings import ServiceSettings
 
 
@@ -40,18 +40,11 @@ class CpuExpertSettings(ServiceSettings):
         description="Memory node of the expert records and of cpu_expert's threads and buffers; -1: wherever the system puts them.",
     )
 
-    http_address: str = Field(
+    http_address: OptionalAddress = Field(
         "",
         validation_alias="GLM53_EXPERT_HTTP",
         description="host:port where cpu_expert answers /metrics, /health/live and /health/ready; empty: nowhere.",
     )
-
-    @field_validator("http_address")
-    @classmethod
-    def _address(cls, value: str) -> str:
-        if value:
-            split_address(value)
-        return value
 
     @field_validator("ct_cpus")
     @classmethod

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from services.common.ops_http import split_address
+from services.common.ops_http import OptionalAddress
 from services.common.settings import ServiceSettings
 
 LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
@@ -73,7 +73,11 @@ class GpuWorkerSettings(ServiceSettings):
         description="Longest wait in the queue, where the client names none.",
     )
     slow_reader_s: float = Field(
-        30.0, validation_alias="GLM53_SLOW_READER_S", gt=0, le=3600, description="A stream whose reader takes nothing for so long is ended."
+        30.0,
+        validation_alias="GLM53_SLOW_READER_S",
+        gt=0,
+        le=3600,
+        description="A stream whose gateway takes nothing for so long is ended; a gateway gives its own client 60 s.",
     )
     stream_buffer_events: int = Field(
         256, validation_alias="GLM53_STREAM_BUFFER_EVENTS", ge=1, le=65_536, description="Events that may wait for one stream's reader."
@@ -155,18 +159,11 @@ class GpuWorkerSettings(ServiceSettings):
     watchdog_s: float = Field(
         60.0, validation_alias="GLM53_WATCHDOG_S", gt=0, le=3600, description="Work pending without progress for so long ends the worker."
     )
-    http_address: str = Field(
+    http_address: OptionalAddress = Field(
         "",
         validation_alias="GLM53_WORKER_HTTP",
         description="host:port where gpu_worker answers /metrics, /health/live and /health/ready; empty: nowhere.",
     )
-
-    @field_validator("http_address")
-    @classmethod
-    def _check_http(cls, value: str) -> str:
-        if value:
-            split_address(value)
-        return value
 
     @field_validator("context_tokens")
     @classmethod
