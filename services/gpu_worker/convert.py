@@ -32,6 +32,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 100
 MAX_ID_CHARS = 256
 MAX_GRAMMAR_BYTES = 512 * 1024
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORD_TOKENS = 512
 MAX_QUEUE_TIMEOUT_MS = 24 * 3600 * 1000
 
 _REASONS = {
@@ -68,6 +70,9 @@ def spec_of(request: pb.GenerateRequest, limits: RequestLimits) -> RequestSpec:
         raise InvalidRequest(f"queue_timeout_ms is {request.queue_timeout_ms}, at most {MAX_QUEUE_TIMEOUT_MS}", param="queue_timeout_ms")
     prompt = _prompt(request.prompt_token_ids, limits)
     sampling = _sampling(request.sampling, limits)
+    if request.prompt_top > MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_top is {request.prompt_top}, at most {MAX_LOGPROBS}", param="prompt_top")
+    _check_forced(request, sampling)
     if len(prompt) + sampling.max_tokens > limits.max_context:
         raise ContextLengthExceeded(
             f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}: together more than the context of"
@@ -81,7 +86,7 @@ def spec_of(request: pb.GenerateRequest, limits: RequestLimits) -> RequestSpec:
         key_id=request.key_id,
         priority=_priority(request.priority),
         queue_timeout_s=request.queue_timeout_ms / 1000 or limits.default_queue_timeout_s,
-        prompt_scores=PromptScores(1, max(0, sampling.logprobs)) if request.prompt_logprobs else None,
+        prompt_scores=PromptScores(1, max(0, sampling.logprobs, request.prompt_top)) if request.prompt_logprobs else None,
         thinking_budget=_budget(request.thinking_budget, limits) if request.HasField("thinking_budget") else None,
     )
 
@@ -204,7 +209,41 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
         ignore_eos=message.ignore_eos,
         include_stop_str_in_output=message.include_stop_str_in_output,
         logprobs=message.logprobs,
+        allowed_token_ids=_allowed(message, limits),
+        bad_words=_bad_words(message, limits),
     )
+
+
+def _allowed(message: pb.SamplingParams, limits: RequestLimits) -> tuple[int, ...]:
+    _check_tokens("allowed_token_ids", message.allowed_token_ids, limits)
+    return tuple(sorted(set(message.allowed_token_ids)))
+
+
+def _bad_words(message: pb.SamplingParams, limits: RequestLimits) -> tuple[tuple[int, ...], ...]:
+    if len(message.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has {len(message.bad_words)} sequences, at most {MAX_BAD_WORDS}", param="bad_words")
+    for i, word in enumerate(message.bad_words):
+        if not 1 <= len(word.token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"bad_words[{i}] has {len(word.token_ids)} tokens, need 1..{MAX_BAD_WORD_TOKENS}", param=f"bad_words[{i}]")
+        _check_tokens(f"bad_words[{i}]", word.token_ids, limits)
+    return tuple({tuple(word.token_ids): None for word in message.bad_words})
+
+
+def _check_forced(request: pb.GenerateRequest, sampling: SamplingParams) -> None:
+    """What ends the reasoning comes whatever is likely: a request that forbids it contradicts itself."""
+    forced = list(request.thinking_budget.forced_token_ids) if request.HasField("thinking_budget") else []
+    forced += [request.grammar.after_token_id] if request.HasField("grammar") and request.grammar.after_token_id else []
+    for token_id in forced:
+        if sampling.allowed_token_ids and token_id not in sampling.allowed_token_ids:
+            raise InvalidRequest(
+                f"allowed_token_ids lacks {token_id}, the token that ends the reasoning: add it, or switch the reasoning off",
+                param="allowed_token_ids",
+            )
+        if any(token_id in word for word in sampling.bad_words):
+            raise InvalidRequest(
+                f"bad_words has {token_id}, the token that ends the reasoning: leave it out, or switch the reasoning off",
+                param="bad_words",
+            )
 
 
 def _logit_bias(message: pb.SamplingParams, limits: RequestLimits) -> tuple[tuple[int, float], ...]:
@@ -240,7 +279,7 @@ def _budget(message: pb.ThinkingBudget, limits: RequestLimits) -> ThinkingBudget
 
 def token_pb(token: OutToken, tokens: TokenTable) -> pb.Token:
     """A token as it goes over the wire."""
-    out = pb.Token(id=token.token_id, piece=token.piece, special=token.special)
+    out = pb.Token(id=token.token_id, piece=token.piece, special=token.special, rank=token.rank)
     if token.logprob is not None:
         out.logprob = token.logprob
     for entry in token.top:

@@ -76,7 +76,8 @@ class Generation:
             return OutToken(token_id, piece, special)
         _check_finite(row)
         logprobs = sampling.log_softmax(row)
-        return OutToken(token_id, piece, special, float(logprobs[token_id]), sampling.ranked(logprobs, top))
+        top_tokens = sampling.ranked(logprobs, top)
+        return OutToken(token_id, piece, special, float(logprobs[token_id]), top_tokens, sampling.rank_of(token_id, logprobs))
 
     def advance(self, row: NDArray[np.float32]) -> tuple[list[Event], Ending | None]:
         """Chooses the next token from raw logits [vocab].
@@ -85,7 +86,7 @@ class Generation:
             events to send, and the ending if the generation is over.
 
         Raises:
-            InvalidRequest: the request's grammar asks for more than its limits allow.
+            InvalidRequest: the request's grammar asks for more than its limits allow, or nothing that the request allows is left.
             EngineFailed: the logits are not finite. Sampling would still give a token, and the answer would be noise.
         """
         _check_finite(row)

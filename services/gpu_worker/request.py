@@ -75,6 +75,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int = -1  # -1 none, 0 the chosen token's, n the n most likely too
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,14 @@ class RankedToken:
 
 @dataclass(frozen=True)
 class OutToken:
-    """A token on its way out. `piece` holds its bytes as far as they belong to the output."""
+    """A token on its way out. `piece` holds its bytes as far as they belong to the output; `rank` is a scored prompt token's, 1 the best."""
 
     token_id: int
     piece: bytes
     special: bool = False
     logprob: float | None = None
     top: tuple[RankedToken, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From a row of logits to a token.
 
-Order: log-probabilities of the raw model, then the grammar's mask, logit bias, minimum length, penalties, temperature, top-k, top-p,
-min-p, draw. Every request draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
+Order: log-probabilities of the raw model, then the grammar's mask, logit bias, allowed tokens and bad words, minimum length, penalties,
+temperature, top-k, top-p, min-p, draw. Every request draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common.errors import InvalidRequest
 from services.gpu_worker.grammar import Constraint
 from services.gpu_worker.request import RankedToken, SamplingParams, ThinkingBudget
+from services.gpu_worker.token_limits import TokenLimits
 
 Row = NDArray[np.float32]
 # How many of the most likely tokens are looked at before the whole vocabulary is sorted for top-p.
@@ -35,6 +37,12 @@ def ranked(logprobs: NDArray[np.float64], count: int) -> tuple[RankedToken, ...]
     if count <= 0:
         return ()
     return tuple(RankedToken(int(i), float(logprobs[i])) for i in _top(logprobs, count))
+
+
+def rank_of(token: int, logprobs: NDArray[np.float64]) -> int:
+    """The place of a token in the order of `ranked`, 1 for the most likely."""
+    own = logprobs[token]
+    return 1 + int((logprobs > own).sum()) + int((logprobs[:token] == own).sum())
 
 
 class Sampler:
@@ -60,6 +68,7 @@ class Sampler:
     ) -> None:
         self._params = params
         self._constraint = constraint
+        self._limits = TokenLimits.of(params, vocab_size)
         self._random = random.Random(params.seed)
         self._num_chosen = 0
         self._suppressed = np.array(sorted(suppressed), np.int64)
@@ -73,13 +82,14 @@ class Sampler:
             self._seen[np.asarray(prompt, np.int64)] = True
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             self._counts = np.zeros(vocab_size, np.int32)
-        self._greedy_as_is = params.temperature == 0.0 and not params.logit_bias and self._seen is None and self._counts is None
+        changed = params.logit_bias or self._limits is not None or self._seen is not None or self._counts is not None
+        self._greedy_as_is = params.temperature == 0.0 and not changed
 
     def choose(self, logits: Row) -> int:
         """The next token for raw logits [vocab_size], which stay unchanged.
 
         Raises:
-            InvalidRequest: the grammar asks for more than its limits allow.
+            InvalidRequest: the grammar asks for more than its limits allow, or what the request allows leaves no token.
         """
         forced = self._forcing.next() if self._forcing is not None else None
         if forced is not None:
@@ -96,6 +106,8 @@ class Sampler:
         self._num_chosen += 1
         if self._constraint is not None:
             self._constraint.observe(token)
+        if self._limits is not None:
+            self._limits.observe(token)
         if self._forcing is not None:
             self._forcing.observe(token)
         if self._seen is not None:
@@ -111,6 +123,10 @@ class Sampler:
         scores = logits.copy()
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
+        if self._limits is not None:
+            self._limits.apply(scores)
+            if scores.max() == -np.inf:
+                raise _nothing_left(params, constrained=self._constraint is not None)
         if early:
             self._suppress(scores)
         self._penalise(scores)
@@ -119,10 +135,10 @@ class Sampler:
         return self._draw(scores)
 
     def _suppress(self, scores: Row) -> None:
-        """Takes end tokens out, unless a grammar lets nothing else come."""
+        """Takes end tokens out, unless nothing else may come."""
         ends = scores[self._suppressed]
         scores[self._suppressed] = -np.inf
-        if self._constraint is not None and scores.max() == -np.inf:
+        if scores.max() == -np.inf:
             scores[self._suppressed] = ends
 
     def _penalise(self, scores: Row) -> None:
@@ -169,6 +185,12 @@ class Sampler:
             wanted = min(wanted * 8, size)
 
 
+def _nothing_left(params: SamplingParams, *, constrained: bool) -> InvalidRequest:
+    names = [name for name in ("allowed_token_ids", "bad_words") if getattr(params, name)]
+    told = " and ".join([*names, "the output's grammar"] if constrained else names)
+    return InvalidRequest(f"{told} leave no token that may come next: allow more of them", param=names[0])
+
+
 def _masked(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     """Raw logits of the allowed tokens; -inf for the others."""
     return np.where(allowed, logits, np.float32(-np.inf))
@@ -188,7 +210,9 @@ def _top(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:
 
 def _inverse(cumulative: NDArray[np.float64], uniform: float) -> int:
     """Index drawn by inverting a cumulative sum; never an index of zero weight."""
-    return min(int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right")), len(cumulative) - 1)
+    total = cumulative[-1]
+    # The product may round up to the whole sum; beyond the index that reaches it there are only zeros.
+    return min(int(np.searchsorted(cumulative, uniform * total, side="right")), int(np.searchsorted(cumulative, total, side="left")))
 
 
 class ForcedTokens:
