@@ -16,7 +16,16 @@ from services.gateway.errors import EmptyArray
 from services.gateway.messages import normalise
 from services.gateway.parser import OutputParser
 from services.gateway.prompt import THINK, THINK_END, ChatPrompt, Prefill, PromptTail, Thinking, resolve_thinking
-from services.gateway.sampling import NO_LOGPROBS, for_choice, priority_of, room_for_answer, sampling_params
+from services.gateway.sampling import (
+    NO_LOGPROBS,
+    bad_word_ids,
+    for_choice,
+    kept_tokens,
+    num_prompt_logprobs,
+    priority_of,
+    room_for_answer,
+    sampling_params,
+)
 from services.gateway.schemas import ChatRequest, NamedTool, SamplingFields
 from services.gateway.services import Job
 from services.gateway.settings import GatewaySettings
@@ -54,6 +63,9 @@ async def prepare(body: ChatRequest, info: pb.InfoResponse, language: Language, 
     options = ChatOptions(
         usage_options(body),
         logprobs=bool(body.logprobs),
+        names_by_id=bool(body.return_tokens_as_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
+        prompt_ids=plan.requests[0].prompt_token_ids if body.return_token_ids else None,
         show_reasoning=body.include_reasoning is not False,
         reasoning_fields=_REASONING_FIELDS[settings.reasoning_fields],
         named_tool=plan.named_tool,
@@ -85,29 +97,40 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
     """
     demand = _demand(body, language)
     prompt, prefill = await _rendered(body, demand, language, settings)
-    room = room_for_answer(len(prompt.token_ids), info.max_context, "messages")
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    asked_max = getattr(body, max_param)
+    kept = kept_tokens(body, info.max_context, asked_max)
+    token_ids = prompt.token_ids if kept is None else prompt.token_ids[-kept:]
+    room = room_for_answer(len(token_ids), info.max_context, "messages")
+    prompt_top = num_prompt_logprobs(body)
     sampling = sampling_params(
         body,
-        asked_max=getattr(body, max_param),
+        asked_max=asked_max,
         max_param=max_param,
         room=room,
         vocab_size=info.vocab_size,
         logprobs=_num_logprobs(body),
+        bad_words=await bad_word_ids(body.bad_words, language.tokenizer),
     )
     constrained = constraint_for(body, demand, tail=prompt.tail, language=language, supported=info.supports_grammar)
     base = pb.GenerateRequest(
         request_id=request_id,
-        prompt_token_ids=prompt.token_ids,
+        prompt_token_ids=token_ids,
         grammar=constrained.grammar if constrained is not None else None,
         priority=priority_of(body.priority),
         thinking_budget=_budget(body, prompt.tail, language),
+        prompt_logprobs=prompt_top is not None,
+        prompt_top=prompt_top or 0,
     )
     count = body.n or 1
+    requests = copies(base, sampling, count)
+    for request in requests[1:]:
+        # The prompt's log-probabilities are the same for every choice, and asking for them keeps a prompt out of the cache.
+        request.prompt_logprobs = False
     return ChatPlan(
-        copies(base, sampling, count),
+        requests,
         [_parser(body, prompt.tail, demand, language) for _ in range(count)],
-        len(prompt.token_ids),
+        len(token_ids),
         params_of(constrained, max_param),
         prefill.content or "" if prefill is not None else "",
         isinstance(body.tool_choice, NamedTool),

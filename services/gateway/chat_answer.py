@@ -9,7 +9,7 @@ from typing import Any
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Chunks, Head, Totals, UsageOptions, stopped_by_model
 from services.gateway.deltas import Channel, ContentWasReasoning, Delta, Message, TextDelta, ToolArguments, ToolCallStart, merged
-from services.gateway.logprobs import chat_entry
+from services.gateway.logprobs import chat_entry, prompt_entry
 from services.gateway.parser import FinishReason, OutputParser
 from services.gateway.wire import OPENAI
 
@@ -21,6 +21,9 @@ class ChatOptions:
     Attributes:
         usage: stream_options.
         logprobs: the client wants log-probabilities.
+        names_by_id: their tokens are named by ids.
+        prompt_logprobs: how many of the most likely tokens stand beside each of the prompt's; None where the prompt's are not wanted.
+        prompt_ids: token ids of the prompt, to be shown beside those of the output; None where the client wants no ids.
         show_reasoning: include_reasoning.
         reasoning_fields: names under which reasoning goes out.
         named_tool: tool_choice named a tool: its call ends with `stop`, as OpenAI has it.
@@ -29,6 +32,9 @@ class ChatOptions:
 
     usage: UsageOptions = field(default_factory=UsageOptions)
     logprobs: bool = False
+    names_by_id: bool = False
+    prompt_logprobs: int | None = None
+    prompt_ids: Sequence[int] | None = None
     show_reasoning: bool = True
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)
     named_tool: bool = False
@@ -106,6 +112,9 @@ class ChatAnswer:
         self._totals = Totals([prompt_tokens], len(parsers))
         self._chunks = Chunks(head, "chat.completion.chunk", options.usage, self._totals)
         self._choices = [_Choice(index, parser, options) for index, parser in enumerate(parsers)]
+        self._options = options
+        self._prompt_logprobs: list[dict[str, Any] | None] = []
+        self._prompt_ids_sent = False
 
     @property
     def unclosed_reasoning(self) -> bool:
@@ -122,19 +131,20 @@ class ChatAnswer:
         return []
 
     def prompt(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
-        """Nothing: chat answers do not show the prompt."""
-        del choice, tokens
+        """Keeps the prompt's log-probabilities for the whole answer."""
+        if self._options.prompt_logprobs is not None and choice == 0:
+            self._prompt_logprobs += [prompt_entry(token, self._options.prompt_logprobs) for token in tokens]
         return []
 
     def take(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
         """New tokens → stream chunks, perhaps none."""
         self._totals.streamed += len(tokens)
-        return [self._chunks.choice(part) for part in self._choices[choice].take(tokens)]
+        return [self._chunk(part) for part in self._choices[choice].take(tokens)]
 
     def finish(self, choice: int, finished: pb.Finished) -> list[dict[str, Any]]:
         """The end of a generation → finish chunk and, after the last, the usage chunk."""
         parts = self._choices[choice].finish(finished)
-        chunks = [self._chunks.choice(part) for part in parts]
+        chunks = [self._chunk(part) for part in parts]
         # The stream has sent as reasoning what a whole answer moves into its content.
         done = self._totals.add(choice, finished, self._choices[choice].parsed.parser.reasoning_tokens)
         return chunks + self._chunks.last(self._totals.usage(reasoning=True)) if done else chunks
@@ -143,7 +153,19 @@ class ChatAnswer:
         """The whole answer, after the last `finish`."""
         self._totals.reasoning_tokens = sum(choice.parsed.reasoning_tokens for choice in self._choices)
         choices = [choice.whole() for choice in self._choices]
-        return self.head.object("chat.completion", choices) | {"usage": self._totals.usage(reasoning=True)}
+        whole = self.head.object("chat.completion", choices) | {"usage": self._totals.usage(reasoning=True)}
+        if self._options.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = self._prompt_logprobs
+        if self._options.prompt_ids is not None:
+            whole["prompt_token_ids"] = list(self._options.prompt_ids)
+        return whole
+
+    def _chunk(self, part: dict[str, Any]) -> dict[str, Any]:
+        chunk = self._chunks.choice(part)
+        if self._options.prompt_ids is not None and not self._prompt_ids_sent:
+            self._prompt_ids_sent = True
+            chunk["prompt_token_ids"] = list(self._options.prompt_ids)
+        return chunk
 
 
 class _Choice:
@@ -155,12 +177,16 @@ class _Choice:
         self._options = options
         self._logprobs: list[dict[str, Any]] = []
         self._unsent_logprobs = 0
+        self._ids: list[int] = []
+        self._unsent_ids = 0
         self._role_sent = False
         self._echo = options.echo
 
     def take(self, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
         if self._options.logprobs:
-            self._logprobs += [chat_entry(token) for token in tokens if token.piece]
+            self._logprobs += [chat_entry(token, by_id=self._options.names_by_id) for token in tokens if token.piece]
+        if self._options.prompt_ids is not None:
+            self._ids += [token.id for token in tokens]
         return self._parts(self.parsed.take(tokens))
 
     def finish(self, finished: pb.Finished) -> list[dict[str, Any]]:
@@ -184,7 +210,7 @@ class _Choice:
             "message": body,
             "logprobs": {"content": self._logprobs, "refusal": None} if self._options.logprobs else None,
             "finish_reason": self._finish_reason(),
-        }
+        } | ({} if self._options.prompt_ids is None else {"token_ids": self._ids})
 
     def _finish_reason(self) -> str:
         reason = self.parsed.finish_reason
@@ -208,7 +234,11 @@ class _Choice:
         new = self._logprobs[self._unsent_logprobs :]
         self._unsent_logprobs = len(self._logprobs)
         logprobs = {"content": new, "refusal": None} if new else None
-        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        part: dict[str, Any] = {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._options.prompt_ids is not None:
+            part["token_ids"] = self._ids[self._unsent_ids :]
+            self._unsent_ids = len(self._ids)
+        return part
 
     def _json(self, delta: Delta) -> dict[str, Any]:
         if isinstance(delta, TextDelta):

@@ -14,7 +14,15 @@ from services.gateway.completion_answer import CompletionAnswer, CompletionOptio
 from services.gateway.constraints import constraint_for
 from services.gateway.errors import EmptyArray, InvalidType
 from services.gateway.prompt import PromptTail
-from services.gateway.sampling import NO_LOGPROBS, priority_of, room_for_answer, sampling_params
+from services.gateway.sampling import (
+    NO_LOGPROBS,
+    bad_word_ids,
+    kept_tokens,
+    num_prompt_logprobs,
+    priority_of,
+    room_for_answer,
+    sampling_params,
+)
 from services.gateway.schemas import CompletionRequest
 from services.gateway.services import Job, Scoring
 from services.gateway.worker_client import Language
@@ -39,6 +47,8 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
     if len(prompts) * count > _MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts with n={count} are more than {_MAX_CHOICES} choices.", param="prompt")
     constrained = constraint_for(body, None, tail=PromptTail.CONTENT, language=language, supported=info.supports_grammar)
+    prompt_top = num_prompt_logprobs(body)
+    bad_words = await bad_word_ids(body.bad_words, language.tokenizer)
     requests: list[pb.GenerateRequest | Scoring] = []
     for token_ids in prompts:
         base = pb.GenerateRequest(
@@ -46,24 +56,40 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
             prompt_token_ids=token_ids,
             grammar=constrained.grammar if constrained is not None else None,
             priority=priority_of(body.priority),
-            prompt_logprobs=bool(body.echo) and body.logprobs is not None,
+            prompt_logprobs=_echoes_logprobs(body),
+            prompt_top=prompt_top or 0,
         )
         if body.max_tokens == 0:
             requests += _scorings(body, base, language, count, len(requests))
         else:
-            requests += _generations(body, base, info, count, len(requests))
+            generations = _generations(body, base, info, bad_words, count, len(requests))
+            # Enough for all choices of the prompt: its own log-probabilities do not depend on what follows.
+            generations[0].prompt_logprobs |= prompt_top is not None
+            requests += generations
     options = CompletionOptions(
         usage_options(body),
-        body.logprobs is not None,
+        body.logprobs,
+        bool(body.return_tokens_as_token_ids),
+        body.prompt_logprobs,
         frozenset() if body.skip_special_tokens is False else language.tokenizer.special_ids,
         tuple(await _texts(body, prompts, language)) if body.echo else (),
+        tuple(prompts) if body.return_token_ids else (),
     )
     answer = CompletionAnswer(Head.of("cmpl", request_id, info), [len(ids) for ids in prompts], count, options)
     return Job(requests, answer, params_of(constrained, "max_tokens"))
 
 
+def _echoes_logprobs(body: CompletionRequest) -> bool:
+    return bool(body.echo) and body.logprobs is not None
+
+
 def _generations(
-    body: CompletionRequest, base: pb.GenerateRequest, info: pb.InfoResponse, count: int, first: int
+    body: CompletionRequest,
+    base: pb.GenerateRequest,
+    info: pb.InfoResponse,
+    bad_words: list[pb.TokenSequence],
+    count: int,
+    first: int,
 ) -> list[pb.GenerateRequest]:
     """The generations of one prompt, `first` being the position of the first one in the request."""
     sampling = sampling_params(
@@ -73,18 +99,19 @@ def _generations(
         room=room_for_answer(len(base.prompt_token_ids), info.max_context, "prompt"),
         vocab_size=info.vocab_size,
         logprobs=NO_LOGPROBS if body.logprobs is None else body.logprobs,
+        bad_words=bad_words,
     )
     return copies(base, sampling, count, first)
 
 
 def _scorings(body: CompletionRequest, base: pb.GenerateRequest, language: Language, count: int, first: int) -> list[Scoring]:
-    """The scoring of one prompt: max_tokens 0 with echo.
+    """The scoring of one prompt: max_tokens 0 with echo or prompt_logprobs.
 
     Raises:
         InvalidRequest: there is nothing to answer.
     """
-    if not body.echo:
-        raise InvalidRequest("max_tokens 0 needs echo: true; otherwise there is nothing to answer.", param="max_tokens")
+    if not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens 0 needs echo: true or prompt_logprobs; otherwise there is nothing to answer.", param="max_tokens")
     token_ids = list(base.prompt_token_ids)
     start = pb.Token(id=token_ids[0], piece=language.tokenizer.piece(token_ids[0]))
     requests = [
@@ -92,7 +119,7 @@ def _scorings(body: CompletionRequest, base: pb.GenerateRequest, language: Langu
             request_id=f"{base.request_id}-{choice}" if choice else base.request_id,
             token_ids=token_ids,
             first_scored=1,
-            top=body.logprobs or 0,
+            top=max(body.logprobs or 0, body.prompt_logprobs or 0),
         )
         for choice in range(first, first + count)
     ]
@@ -116,10 +143,12 @@ _KINDS: dict[type, str] = {str: "a string", list: "a list of token ids"}
 
 async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.InfoResponse, language: Language) -> list[int]:
     """One prompt: text, in which control tokens count as such, or token ids."""
+    kept = kept_tokens(body, info.max_context, body.max_tokens)
     if isinstance(prompt, str):
         add = body.add_special_tokens is not False
         ids = await asyncio.to_thread(language.tokenizer.encode_raw, prompt, add_special_tokens=add)
     else:
+        prompt = prompt if kept is None else prompt[-kept:]
         if len(prompt) > info.max_context:  # before each of what may be millions of ids is looked at
             room_for_answer(len(prompt), info.max_context, "prompt")
         for index, token_id in enumerate(prompt):
@@ -130,13 +159,14 @@ async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.I
         ids = list(prompt)
     if not ids:
         raise EmptyArray(f"{path} must have at least one token.", param="prompt")
-    return ids
+    return ids if kept is None else ids[-kept:]
 
 
 async def _texts(body: CompletionRequest, prompts: list[list[int]], language: Language) -> list[str]:
-    """What `echo` repeats: the client's own text, or the text of its token ids."""
+    """What `echo` repeats: the client's own text, or the text of token ids: the client's, or what was kept of its text."""
+    whole = body.truncate_prompt_tokens is None
     given = [prompt for _, prompt in _prompts(body)]
     return [
-        prompt if isinstance(prompt, str) else await asyncio.to_thread(language.tokenizer.decode, ids)
+        prompt if isinstance(prompt, str) and whole else await asyncio.to_thread(language.tokenizer.decode, ids)
         for prompt, ids in zip(given, prompts, strict=True)
     ]

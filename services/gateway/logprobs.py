@@ -24,20 +24,47 @@ def finite(logprob: float) -> float:
     return max(logprob, _LOWEST) if math.isfinite(logprob) else _LOWEST
 
 
-def chat_entry(token: pb.Token) -> dict[str, Any]:
+def token_name(token_id: int, piece: bytes, *, by_id: bool) -> str:
+    """What a token is called in log-probabilities: its text, or with `return_tokens_as_token_ids` its id."""
+    return f"token_id:{token_id}" if by_id else token_text(piece)
+
+
+def chat_entry(token: pb.Token, *, by_id: bool = False) -> dict[str, Any]:
     """One entry of `choices[].logprobs.content`."""
     return {
-        "token": token_text(token.piece),
+        "token": token_name(token.id, token.piece, by_id=by_id),
         "logprob": finite(token.logprob),
         "bytes": list(token.piece),
-        "top_logprobs": [{"token": token_text(top.piece), "logprob": finite(top.logprob), "bytes": list(top.piece)} for top in token.top],
+        "top_logprobs": [
+            {"token": token_name(top.token_id, top.piece, by_id=by_id), "logprob": finite(top.logprob), "bytes": list(top.piece)}
+            for top in token.top
+        ],
     }
 
 
-class CompletionLogprobs:
-    """Collects `choices[].logprobs` of /v1/completions."""
+def prompt_entry(token: pb.Token, top: int) -> dict[str, Any] | None:
+    """One entry of vLLM's `prompt_logprobs`: the prompt's own token and the `top` most likely, by id; None for a prompt's first token."""
+    if not token.HasField("logprob"):
+        return None
+    own = {str(token.id): _ranked(token.logprob, token.rank, token.piece)}
+    return own | {str(entry.token_id): _ranked(entry.logprob, rank, entry.piece) for rank, entry in enumerate(token.top[:top], 1)}
 
-    def __init__(self) -> None:
+
+def _ranked(logprob: float, rank: int, piece: bytes) -> dict[str, Any]:
+    return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(piece)}
+
+
+class CompletionLogprobs:
+    """Collects `choices[].logprobs` of /v1/completions.
+
+    Args:
+        top: how many of the most likely tokens are shown; tokens of a prompt may come with more.
+        by_id: tokens are named by their ids.
+    """
+
+    def __init__(self, top: int, *, by_id: bool = False) -> None:
+        self._top_count = top
+        self._by_id = by_id
         self._tokens: list[pb.Token] = []
         self._offsets: list[int] = []
 
@@ -51,15 +78,17 @@ class CompletionLogprobs:
         tokens, offsets = self._tokens, self._offsets
         self._tokens, self._offsets = [], []
         return {
-            "tokens": [token_text(token.piece) for token in tokens],
+            "tokens": [self._name(token.id, token.piece) for token in tokens],
             # The first token of a prompt follows nothing and has none.
             "token_logprobs": [finite(token.logprob) if token.HasField("logprob") else None for token in tokens],
-            "top_logprobs": [_top(token) if token.HasField("logprob") else None for token in tokens],
+            "top_logprobs": [self._top(token) if token.HasField("logprob") else None for token in tokens],
             "text_offset": offsets,
         }
 
+    def _top(self, token: pb.Token) -> dict[str, float]:
+        """The most likely tokens and the chosen one."""
+        found = {self._name(top.token_id, top.piece): finite(top.logprob) for top in token.top[: self._top_count]}
+        return {self._name(token.id, token.piece): finite(token.logprob)} | found
 
-def _top(token: pb.Token) -> dict[str, float]:
-    """The most likely tokens and the chosen one."""
-    found = {token_text(top.piece): finite(top.logprob) for top in token.top}
-    return {token_text(token.piece): finite(token.logprob)} | found
+    def _name(self, token_id: int, piece: bytes) -> str:
+        return token_name(token_id, piece, by_id=self._by_id)

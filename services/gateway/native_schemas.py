@@ -31,6 +31,8 @@ class NativeSampling(Body):
     no_stop_trim: Any = None
     sampling_seed: Any = None
     logit_bias: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
     n: Any = None
     json_schema: Any = None
     regex: Any = None

@@ -1,6 +1,7 @@
 """Fields that are refused because honouring them is not possible and ignoring them would change the answer.
 
-They are those of OpenAI's API, vLLM, SGLang, llama-server and TabbyAPI. Fields that only say how a server should go about its work
+They are those of OpenAI's API, vLLM, SGLang, llama-server and TabbyAPI; those that only some of our endpoints have are refused by the
+others. Fields that only say how a server should go about its work
 (caches, slots, backends, extra timings) are ignored instead.
 """
 
@@ -24,8 +25,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "web_search_options": (),
     # vLLM
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
     "guided_whitespace_pattern": (),
@@ -34,7 +33,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": ([],),
     "prompt_logprobs": (),
     "return_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),

@@ -51,6 +51,12 @@ class SamplingFields(Body):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1_000_000)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -82,6 +88,16 @@ class SamplingFields(Body):
         for text in strings:
             if not text:
                 raise ValueError("holds an empty string, which would stop everything")
+            if len(text.encode(errors="replace")) > 512:
+                raise ValueError("holds a string of more than 512 bytes")
+        return value
+
+    @field_validator("bad_words")
+    @classmethod
+    def _bad_words(cls, value: list[str] | None) -> list[str] | None:
+        for text in value or []:
+            if not text:
+                raise ValueError("holds an empty string, which is in everything")
             if len(text.encode(errors="replace")) > 512:
                 raise ValueError("holds a string of more than 512 bytes")
         return value
@@ -276,6 +292,8 @@ def _note_unknown(request: Body) -> None:
 
 # What clients of vLLM and SGLang also send to the APIs of OpenAI and Anthropic that have no such fields.
 _SAMPLING = (
+    "allowed_token_ids",
+    "bad_words",
     "frequency_penalty",
     "ignore_eos",
     "include_stop_str_in_output",

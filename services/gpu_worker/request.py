@@ -106,7 +106,7 @@ class RankedToken:
 
 @dataclass(frozen=True)
 class OutToken:
-    """A token on its way out. `piece` holds its bytes as far as they belong to the output; `rank` is a scored prompt token's, 1 the best."""
+    """A token on its way out. `piece` holds its bytes as far as they belong to the output; `rank` is 0 but for scored prompt tokens."""
 
     token_id: int
     piece: bytes

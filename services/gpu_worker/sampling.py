@@ -1,7 +1,8 @@
 """From a row of logits to a token.
 
 Order: log-probabilities of the raw model, then the grammar's mask, logit bias, allowed tokens and bad words, minimum length, penalties,
-temperature, top-k, top-p, min-p, draw. Every request draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
+temperature, top-k, top-p, min-p, draw. Every request draws from its own generator, one number per token, so neither batching nor
+neighbours change what it draws.
 """
 
 from __future__ import annotations

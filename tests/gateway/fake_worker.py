@@ -176,7 +176,7 @@ class FakeWorker(pb_grpc.WorkerServicer):
             if script.admit:
                 yield pb.GenerateEvent(admitted=pb.Admitted())
             if request.prompt_logprobs:
-                tokens = _prompt_tokens(request.prompt_token_ids, max(0, request.sampling.logprobs))
+                tokens = _prompt_tokens(request.prompt_token_ids, max(0, request.sampling.logprobs, request.prompt_top))
                 for part in (tokens[:2], tokens[2:]):
                     yield pb.GenerateEvent(prefill=pb.PrefillProgress(total_tokens=len(tokens), prompt_tokens=part))
             for step in script.steps:
@@ -211,12 +211,12 @@ class FakeWorker(pb_grpc.WorkerServicer):
 
 
 def _prompt_tokens(ids: Sequence[int], top: int) -> list[pb.Token]:
-    """Prompt tokens; that at position i has the log-probability -i/4, the first one none."""
+    """Prompt tokens; that at position i has the log-probability -i/4 and the rank i + 7, the first one neither."""
     tokens = []
     for position, number in enumerate(ids):
         token = pb.Token(id=number, piece=piece(number))
         if position:
-            token.logprob = -position / 4
+            token.logprob, token.rank = -position / 4, position + 7
             token.top.extend(pb.TokenLogprob(token_id=rank, logprob=-rank, piece=piece(rank)) for rank in range(top))
         tokens.append(token)
     return tokens

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.events import stream
-from tests.gateway.language import encode
+from tests.gateway.language import TOKENIZER, encode
 from tests.gateway.stack import HELLO, Stack, until
 from tests.gateway.test_streams import raw_post, read_until
 from tests.gateway.test_validation import check_error
@@ -100,6 +100,54 @@ def test_forbidden_tokens_stay_away(real: Stack) -> None:
     assert len(ids) == 1
     second = real.post(TEXT, **fields, logit_bias={str(ids[0]): -100}).json()["choices"][0]["logprobs"]
     assert second["tokens"] != first["tokens"]
+
+
+def test_bad_words_and_allowed_tokens_hold_in_real_outputs(real: Stack) -> None:
+    """Words that the model would write are gone, in every form asked for; allowed ids alone come, and with nothing left it is 400."""
+    fields: dict[str, Any] = {**GREEDY, "max_tokens": 40, "prompt": "Hello", "skip_special_tokens": False, "return_token_ids": True}
+    free = real.post(TEXT, **fields).json()["choices"][0]["token_ids"]
+    words = [TOKENIZER.decode(free[at : at + 2]) for at in (3, 10, 20)] + [TOKENIZER.decode(free[:1])]
+    words = [word for word in words if word.strip() and "\ufffd" not in word]
+    assert words
+    bad = [encode(form) for word in words for form in (word, " " + word.lstrip())]
+    for more in ({}, {"temperature": 2.0, "seed": 4}):
+        response = real.post(TEXT, **fields | more, bad_words=words)
+        assert response.status_code == 200, response.text
+        ids = response.json()["choices"][0]["token_ids"]
+        assert len(ids) == 40
+        assert not [word for word in bad for at in range(len(ids)) if ids[at : at + len(word)] == word]
+    few = sorted(set(free))[:3]
+    ids = real.post(TEXT, **fields, allowed_token_ids=few).json()["choices"][0]["token_ids"]
+    assert len(ids) == 40
+    assert set(ids) <= set(few)
+    only = encode("a")
+    assert len(only) == 1
+    error = check_error(real.post(TEXT, **fields, allowed_token_ids=only, bad_words=["a"]), "allowed_token_ids")
+    assert "bad_words" in error["message"]
+
+
+def test_prompt_logprobs_are_those_that_echo_shows(real: Stack) -> None:
+    """Scored by themselves, beside an answer, for a chat's rendered prompt: the same numbers, with true ranks."""
+    ids = encode("Hello you, Paris is a city. " * 20)
+    echoed = real.post(TEXT, **GREEDY, prompt=ids, echo=True, logprobs=5).json()["choices"][0]["logprobs"]
+    alone = real.post(TEXT, **GREEDY | {"max_tokens": 0}, prompt=ids, prompt_logprobs=5).json()["choices"][0]["prompt_logprobs"]
+    beside = real.post(TEXT, **GREEDY, prompt=ids, n=2, prompt_logprobs=5).json()["choices"]
+    assert alone == beside[0]["prompt_logprobs"] == beside[1]["prompt_logprobs"]
+    assert alone[0] is None
+    assert len(alone) == len(ids)
+    for entry, token, logprob in zip(alone[1:], ids[1:], echoed["token_logprobs"][1 : len(ids)], strict=True):
+        own = entry[str(token)]
+        assert own["logprob"] == pytest.approx(logprob)
+        assert len(entry) == (5 if own["rank"] <= 5 else 6)
+        others = sorted((other for other in entry.values() if other["rank"] <= 5), key=lambda other: other["rank"])
+        assert [other["rank"] for other in others] == [1, 2, 3, 4, 5]
+        assert [other["logprob"] for other in others] == sorted((other["logprob"] for other in others), reverse=True)
+        assert own["rank"] <= 5 or own["logprob"] <= others[-1]["logprob"]
+    chat = real.post(CHAT, **GREEDY, prompt_logprobs=0, return_token_ids=True).json()
+    prompt = chat["prompt_token_ids"]
+    raw = real.post(TEXT, **GREEDY | {"max_tokens": 0}, prompt=prompt, prompt_logprobs=0).json()["choices"][0]["prompt_logprobs"]
+    assert chat["prompt_logprobs"] == raw
+    assert [list(entry) for entry in raw[1:]] == [[str(token)] for token in prompt[1:]]
 
 
 def test_off_is_off_and_zero_is_greedy(real: Stack) -> None:
