@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,21 +39,53 @@ def test_the_rules_fire_when_they_should() -> None:
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-def test_the_cases_notice_a_changed_threshold(tmp_path: Path) -> None:
-    """With every comparison turned round, a case of every alert fails: none is there for show."""
-    for folder in ("rules", "tests"):
-        shutil.copytree(PROMETHEUS / folder, tmp_path / folder)
-    turned = {"== 1": "== 7", "== 0": "== 7", "> ": "< ", "< ": "> "}
-    path = tmp_path / "rules" / "alerts.yml"
+def alerts_noticed(folder: Path, change: Callable[[dict[str, str]], None]) -> tuple[set[str], set[str]]:
+    """Changes every alert; those whose cases fail then, and all that were changed."""
+    for name in ("rules", "tests"):
+        shutil.copytree(PROMETHEUS / name, folder / name)
+    path = folder / "rules" / "alerts.yml"
     document = yaml.safe_load(path.read_text())
     alerts = document["groups"][0]["rules"]
+    before = copy.deepcopy(alerts)
     for rule in alerts:
+        change(rule)
+    changed = {rule["alert"] for rule, old in zip(alerts, before, strict=True) if rule != old}
+    path.write_text(yaml.safe_dump(document))
+    tested = promtool("test", "rules", "tests/rules_test.yml", cwd=folder)
+    return set(re.findall(r"alertname: ?(\w+)", tested.stdout + tested.stderr)), changed
+
+
+ALERTS = {str(rule["alert"]) for rule in rules() if "alert" in rule}
+
+
+def test_every_alert_has_a_case_in_which_it_fires(tmp_path: Path) -> None:
+    """With every comparison turned round, a case of every alert fails: none is there for show."""
+    turned = {"== 1": "== 7", "== 0": "== 7", "> ": "< ", "< ": "> "}
+
+    def change(rule: dict[str, str]) -> None:
         sign = next(sign for sign in turned if sign in rule["expr"])
         rule["expr"] = rule["expr"].replace(sign, turned[sign])
-    path.write_text(yaml.safe_dump(document))
-    tested = promtool("test", "rules", "tests/rules_test.yml", cwd=tmp_path)
-    assert tested.returncode != 0
-    assert set(re.findall(r"alertname: ?(\w+)", tested.stdout + tested.stderr)) == {rule["alert"] for rule in alerts}
+
+    assert alerts_noticed(tmp_path, change) == (ALERTS, ALERTS)
+
+
+def test_every_alert_has_a_case_in_which_its_threshold_keeps_it_silent(tmp_path: Path) -> None:
+    """With every threshold lowered until any value passes, a case of every alert fails: a firing that nothing calls for is noticed."""
+
+    def change(rule: dict[str, str]) -> None:
+        expression = re.sub(r"absent\([^)]*\) == 1", "vector(1)", rule["expr"])
+        expression = re.sub(r"== 0", ">= 0", expression)
+        expression = re.sub(r"> [0-9.]+", "> -1", expression)
+        rule["expr"] = re.sub(r"< [0-9.]+", "< 1000", expression)
+
+    assert alerts_noticed(tmp_path, change) == (ALERTS, ALERTS)
+
+
+def test_every_alert_that_waits_has_a_case_in_which_it_still_waits(tmp_path: Path) -> None:
+    """Without its `for` a case of every alert that has one fails."""
+    noticed, waiting = alerts_noticed(tmp_path, lambda rule: rule.update({"for": "0s"} if "for" in rule else {}))
+    assert waiting == {str(rule["alert"]) for rule in rules() if "alert" in rule and "for" in rule}
+    assert noticed == waiting
 
 
 def test_rules_read_what_the_services_export() -> None:
