@@ -144,6 +144,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
     server: _Server
 
+    def do_HEAD(self) -> None:
+        """Answers as GET does, without the body."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         """Answers a probe or a scrape."""
         answers = self.server.answers
@@ -166,7 +170,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Probes come every few seconds: debug only."""

@@ -34,11 +34,11 @@ async def read_body(request: Request) -> dict[str, Any]:
 
     Raises:
         ShuttingDown: it takes none.
-        InvalidJson: it is no JSON object.
+        InvalidRequest: it is too large, too slow, or no JSON object.
     """
     services = services_of(request)
     services.traffic.check_open()
-    return await read_json_object(request, services.settings.max_body_bytes)
+    return await read_json_object(request, services.settings.max_body_bytes, services.settings.body_timeout_s)
 
 
 async def ready_for(request: Request, model: str | None) -> Ready:

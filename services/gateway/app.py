@@ -28,6 +28,8 @@ from services.gateway.access.limits import Counters, LocalCounters
 from services.gateway.access.metered import MeteredClient
 from services.gateway.drain import Traffic
 from services.gateway.error_shapes import response_for
+from services.gateway.http_head import EVERYTHING
+from services.gateway.methods import ANY, allowed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
 from services.gateway.services import Services
@@ -96,7 +98,6 @@ def create_app(
         AccessControl,
         keys=_finder(services),
         policy=services.access,
-        max_header_bytes=settings.max_header_bytes,
         metrics=services.metrics,
         ledger=services.ledger,
     )
@@ -197,14 +198,17 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the framework refuses: unknown URLs and methods."""
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        refused = errors.MethodNotAllowed(f"{request.method} is not allowed for {request.url.path}.")
-        response = response_for(request.url.path, refused)
-        response.headers.update(error.headers or {})
-        return response
-    if error.status_code == 404:
-        return errors.response_of(errors.UnknownRoute(f"There is no {request.method} {request.url.path}."))
-    return response_for(request.url.path, InvalidRequest(str(error.detail)))
+    path = request.url.path
+    if error.status_code in (404, 405):
+        methods = sorted(ANY) if path == EVERYTHING else allowed(request.app, request.scope)
+        if request.method == "OPTIONS" and methods:
+            return Response(status_code=204, headers={"Allow": ", ".join(methods)})
+        if error.status_code == 405:
+            response = response_for(path, errors.MethodNotAllowed(f"{request.method} is not allowed for {path}."))
+            response.headers["Allow"] = ", ".join(methods)
+            return response
+        return errors.response_of(errors.UnknownRoute(f"There is no {request.method} {path[:200]}."))
+    return response_for(path, InvalidRequest(str(error.detail)))
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

@@ -9,26 +9,29 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from services.common.errors import Cancelled, DeadlineExceeded
-from services.gateway.errors import InvalidJson, RequestTooLarge
-
-# A client that sends slower than this is not sending.
-_BODY_TIMEOUT_S = 60.0
+from services.common.errors import Cancelled
+from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from services.gateway.numbers import finite, place_of_infinity, refuse_constant
 
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_json_object(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
     """The body as a JSON object, with text that can be encoded.
 
     Raises:
+        UnsupportedEncoding: it is compressed.
         RequestTooLarge: more than `max_bytes`.
+        RequestTimeout: it was not there after `timeout_s` seconds.
         InvalidJson: another content type, no body, no JSON, no object.
     """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise UnsupportedEncoding(f"Content-Encoding is {coding[:80]!r}; send the body uncompressed.")
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidJson(f"Content-Type is {content_type[:80]!r}; send application/json.")
-    data = await _read(request, max_bytes)
+    data = await _read(request, max_bytes, timeout_s)
     if not data.strip():
         raise InvalidJson("The body is empty; send a JSON object.")
     try:
@@ -36,6 +39,7 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     except RecursionError:
         raise InvalidJson("The body is nested too deeply.") from None
     except ValueError as error:
+        _refuse_unlike_numbers(data)
         raise InvalidJson(f"The body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidJson("The body must be a JSON object.")
@@ -43,14 +47,14 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     return dict(_encodable(value)) if _SURROGATE_ESCAPE.search(data) else value
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:
     too_large = RequestTooLarge(f"The body is larger than {max_bytes} bytes (GLM53_MAX_BODY_BYTES).")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     data = bytearray()
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
                 data += chunk
                 if len(data) > max_bytes:
@@ -58,16 +62,23 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise Cancelled("the client went away while it sent the request") from None
     except TimeoutError:
-        raise DeadlineExceeded(f"The body did not arrive within {_BODY_TIMEOUT_S:.0f} s.") from None
+        raise RequestTimeout(f"The body did not arrive within {timeout_s:g} s (GLM53_BODY_TIMEOUT_S).") from None
     return bytes(data)
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value")
+def _refuse_unlike_numbers(data: bytes) -> None:
+    """Names the number that a double does not hold, where that is what is wrong with a body."""
+    try:
+        place = place_of_infinity(json.loads(data))
+    except (ValueError, RecursionError):
+        return
+    if place is not None:
+        path, value = place
+        raise InvalidJson(f"{path} is {value}, which is no number that JSON has or that a double holds.", param=path)
 
 
 # Made once: json.loads with options makes a decoder for every call.
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite)
 
 
 def _encodable(value: Any) -> Any:

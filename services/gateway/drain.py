@@ -15,7 +15,7 @@ from services.gateway.errors import ShuttingDown
 log = logging.getLogger(__name__)
 
 # After their time is up, streams still get an error event and [DONE].
-_FAREWELL_S = 5.0
+FAREWELL_S = 5.0
 
 
 class Abortable(Protocol):
@@ -39,6 +39,8 @@ class Traffic:
         self._running: set[Abortable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._hurried = asyncio.Event()
+        self._over: Glm53Error | None = None
 
     @property
     def in_flight(self) -> int:
@@ -63,8 +65,10 @@ class Traffic:
             raise ShuttingDown("This server is shutting down; try again.", retry_after_s=5.0)
 
     def add(self, work: Abortable) -> None:
-        """Remembers what may have to be ended."""
+        """Remembers what may have to be ended; ends it when that time has come."""
         self._running.add(work)
+        if self._over is not None:
+            work.abort(self._over)
 
     @property
     def silent_s(self) -> float:
@@ -78,21 +82,27 @@ class Traffic:
         self._running.discard(work)
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, waits for what runs, and ends what still runs after `timeout_s` seconds."""
+        """Takes nothing new, waits for what runs, and ends what still runs after `timeout_s` seconds, or when `hurry` is called."""
         self.draining = True
         if self._num_requests:
             log.info("draining: %d requests run", self._num_requests)
         if await self._wait_idle(timeout_s):
             return
-        log.warning("ending %d requests that still run after %.1f s", self._num_requests, timeout_s)
+        log.warning("ending %d requests that still run%s", self._num_requests, "" if self._hurried.is_set() else f" after {timeout_s:g} s")
+        self._over = ShuttingDown("The server shut down before the answer was complete.", retry_after_s=5.0)
         for work in list(self._running):
-            work.abort(ShuttingDown("The server shut down before the answer was complete.", retry_after_s=5.0))
-        await self._wait_idle(_FAREWELL_S)
+            work.abort(self._over)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_S):
+                await self._idle.wait()
+
+    def hurry(self) -> None:
+        """Ends the time that `drain` gives to running requests."""
+        self._hurried.set()
 
     async def _wait_idle(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        waits = [asyncio.create_task(event.wait()) for event in (self._idle, self._hurried)]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return self._idle.is_set()

@@ -110,6 +110,42 @@ class HeadersTooLarge(errors.InvalidRequest):
     code = "headers_too_large"
 
 
+class UrlTooLong(errors.InvalidRequest):
+    """The URL is longer than any of ours."""
+
+    code = "url_too_long"
+
+
+class InvalidHttp(errors.InvalidRequest):
+    """What was sent is no HTTP/1.1 request."""
+
+    code = "invalid_http"
+
+
+class UnsupportedHttp(errors.InvalidRequest):
+    """HTTP that this server does not speak."""
+
+    code = "unsupported_http"
+
+
+class UnsupportedEncoding(errors.InvalidRequest):
+    """The body is compressed."""
+
+    code = "unsupported_content_encoding"
+
+
+class RequestTimeout(errors.InvalidRequest):
+    """The request itself did not arrive in time."""
+
+    code = "request_timeout"
+
+
+class TooManyConnections(errors.NotReady):
+    """No more connections are taken now."""
+
+    code = "too_many_connections"
+
+
 class RateLimited(errors.Glm53Error):
     """The key has used up one of its limits; `retry_after_s` None means that the request is larger than the limit itself."""
 
@@ -137,6 +173,10 @@ HTTP_BY_ERROR: dict[type[errors.Glm53Error], HttpError] = {
     AuthenticationFailed: HttpError(401, "authentication_error"),
     PermissionDenied: HttpError(403, "permission_error"),
     HeadersTooLarge: HttpError(431, INVALID, should_retry=False),
+    UrlTooLong: HttpError(414, INVALID, should_retry=False),
+    UnsupportedHttp: HttpError(501, INVALID, should_retry=False),
+    UnsupportedEncoding: HttpError(415, INVALID, should_retry=False),
+    RequestTimeout: HttpError(408, INVALID),
     RateLimited: HttpError(429, "rate_limit_error"),
     UnknownResponse: HttpError(404, INVALID),
     IdempotencyConflict: HttpError(409, INVALID, should_retry=False),

@@ -34,6 +34,7 @@ class GatewayMetrics:
 
         self.responses = counter("http_responses", "Answered requests by route and status.", "route", "status")
         self.disconnects = counter("client_disconnects", "Generations whose client went away.")
+        self.slow_readers = counter("slow_readers", "Clients cut off because they took nothing of their answer.")
         self.stream_errors = counter("stream_errors", "Streams that ended with an error event.", "code")
         self.rejected_calls = counter("undeclared_tool_calls", "Calls of undeclared tools passed on as text.")
         self.unclosed_reasoning = counter("unclosed_reasoning", "Answers that ended inside their reasoning.")
@@ -69,6 +70,15 @@ class GatewayMetrics:
             self.stream_errors.labels(error.code).inc()
         self.rejected_calls.inc(answer.num_rejected_calls)
         self.unclosed_reasoning.inc(answer.unclosed_reasoning)
+
+    def refused(self, error: Glm53Error, status: int) -> None:
+        """Something was refused before it became a request."""
+        self.refusals.labels(error.code).inc()
+        self.responses.labels("unknown", str(status)).inc()
+
+    def reader_stopped(self) -> None:
+        """A client was cut off because it took nothing."""
+        self.slow_readers.inc()
 
     def text(self) -> bytes:
         """Prometheus text."""

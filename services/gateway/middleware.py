@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +26,10 @@ _BUG = "The server failed; its log has the reason under this request's id."
 # Requests that may begin in one round of the event loop.
 _PER_ROUND = 1
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
+
+
+def _never() -> bool:
+    return False
 
 
 class RequestScope:
@@ -49,7 +54,11 @@ class RequestScope:
         given_headers = Headers(scope=scope)
         given = given_headers.get("x-request-id", "")
         echoed = given if _USABLE_ID.match(given) else own_id
-        scope.setdefault("state", {})["request_id"] = own_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = own_id
+        body_is_pending: Callable[[], bool] = state.get("body_is_pending", _never)
+        # Answered as GET is; the server sends the head alone.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -58,7 +67,8 @@ class RequestScope:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = echoed
-                if self._traffic.draining:
+                if self._traffic.draining or body_is_pending():
+                    # What is left of the body would be taken for the next request, or be read for nothing.
                     headers["Connection"] = "close"
             await send(message)
 
@@ -68,7 +78,7 @@ class RequestScope:
         try:
             with self._traffic.request() if scope["method"] == "POST" else contextlib.nullcontext():
                 await self._turnstile.enter()
-                await self._app(scope, receive, send_with_id)
+                await self._app(inner, receive, send_with_id)
         except Exception:
             # A bug. The client learns that, and where to look; what was already sent cannot be taken back.
             log.exception("unexpected error")
@@ -76,7 +86,7 @@ class RequestScope:
                 await response_for(scope["path"], EngineFailed(_BUG))(scope, receive, send_with_id)
         finally:
             request_id_var.reset(token)
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = getattr(inner.get("route"), "path", "unknown")
             ended = 499 if status is None else status
             self._metrics.responses.labels(route, str(ended)).inc()
             level = logging.INFO if scope["method"] == "POST" else logging.DEBUG

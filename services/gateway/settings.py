@@ -54,6 +54,34 @@ class GatewaySettings(ServiceSettings):
         le=1024**3,
         description="Largest request body in bytes; larger ones are refused with 413.",
     )
+    header_timeout_s: float = Field(
+        20.0,
+        validation_alias="GLM53_HEADER_TIMEOUT_S",
+        gt=0,
+        le=3600,
+        description="A connection whose request's headers are not complete after so many seconds gets 408 and is closed.",
+    )
+    body_timeout_s: float = Field(
+        60.0,
+        validation_alias="GLM53_BODY_TIMEOUT_S",
+        gt=0,
+        le=86_400,
+        description="A request whose body is not complete after so many seconds gets 408.",
+    )
+    slow_client_s: float = Field(
+        30.0,
+        validation_alias="GLM53_SLOW_CLIENT_S",
+        gt=0,
+        le=3600,
+        description="A client that takes nothing of its answer for so many seconds is cut off, and its job ends.",
+    )
+    max_connections: int = Field(
+        4096,
+        validation_alias="GLM53_MAX_CONNECTIONS",
+        ge=16,
+        le=1_000_000,
+        description="Most open connections; then idle ones are closed, and where all are busy new ones get 503.",
+    )
     max_messages: int = Field(
         8192, validation_alias="GLM53_MAX_MESSAGES", ge=1, le=1_000_000, description="Most messages in one chat request."
     )

@@ -24,9 +24,6 @@ log = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 
-# A client that takes nothing for so long is gone, whatever TCP thinks.
-_SEND_TIMEOUT_S = 60.0
-
 
 @dataclass(frozen=True)
 class StreamPlan:
@@ -83,10 +80,6 @@ class EventStreamResponse(Response):
         except Exception:
             log.exception("the stream failed")
             reported = EngineFailed("The server failed while it wrote the answer.")
-        except asyncio.CancelledError:
-            if wire.is_stuck:
-                raise Cancelled("the client stopped reading") from None
-            raise
         finally:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
@@ -120,44 +113,26 @@ class EventStreamResponse(Response):
 
 
 class _Wire:
-    """The way to the client: knows when it was silent for too long, and when it is blocked."""
+    """The way to the client: knows when it was silent for too long. A client that does not read is cut off by its connection."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._last_write = time.monotonic()
         self._sending = False
-        self._writer = asyncio.current_task()
-        self.is_stuck = False
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Sends bytes, and waits while the client's buffers are full."""
-        self._writer = asyncio.current_task()
         self._sending = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._sending = False
         self._last_write = time.monotonic()
 
     async def keep_alive(self, interval_s: float) -> None:
-        """Breaks every silence with a comment, and ends the stream of a client that takes nothing any more."""
+        """Breaks every silence with a comment."""
         while True:
             silent_s = time.monotonic() - self._last_write
-            if self._sending:
-                if silent_s > _SEND_TIMEOUT_S:
-                    self._give_up()
-                    return
-                await asyncio.sleep(min(interval_s, _SEND_TIMEOUT_S / 4))
-            elif silent_s < interval_s:
-                await asyncio.sleep(interval_s - silent_s)
+            if self._sending or silent_s < interval_s:
+                await asyncio.sleep(interval_s if self._sending else interval_s - silent_s)
             else:
-                try:
-                    async with asyncio.timeout(_SEND_TIMEOUT_S):
-                        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
-                except TimeoutError:
-                    self._give_up()
-                    return
+                await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
                 self._last_write = time.monotonic()
-
-    def _give_up(self) -> None:
-        self.is_stuck = True
-        if self._writer is not None:
-            self._writer.cancel()

@@ -55,6 +55,17 @@ def get(port: int, path: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
+def test_head_is_get_without_a_body(ops: OpsServer, service: Service) -> None:
+    """Probes may ask for the head alone."""
+    service.ready = True
+    for path, expected in (("/metrics", 200), ("/health", 200), ("/nothing", 404)):
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", ops.port, timeout=5)) as connection:
+            connection.request("HEAD", path)
+            answer = connection.getresponse()
+            assert (answer.status, answer.read()) == (expected, b"")
+            assert int(answer.headers["Content-Length"]) > 0
+
+
 def test_readiness_follows_the_service_and_liveness_does_not(ops: OpsServer, service: Service) -> None:
     """A service that loads is alive and not ready; the answer says how far it is."""
     status, body = get(ops.port, "/health/ready")
