@@ -1,4 +1,10 @@
 // kernels/include/expert_pager.h.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bindings/guard.h"
 #include "cuda/device_pager.h"
 
@@ -10,6 +16,63 @@ using glm53::guarded;
 
 Glm53Pager* glm53_pager_create(const PagerSpec* spec) {
   return guarded<Glm53Pager*>(nullptr, [&] { return new Glm53Pager{glm53::DevicePager(*spec)}; });
+}
+
+Glm53Pager* glm53_pager_create_fast(const PagerSpec* spec, const PagerFast* fast) {
+  return guarded<Glm53Pager*>(nullptr, [&] {
+    if (fast->arena == nullptr) throw glm53::Error(GLM53_INVALID, "arena: must not be NULL");
+    glm53::Region* region = fast->region == nullptr ? nullptr : fast->region->impl.get();
+    auto parts = std::make_unique<glm53::FastParts>(*spec, *fast, *fast->arena->impl, region);
+    return new Glm53Pager{glm53::DevicePager(*spec, std::move(parts))};
+  });
+}
+
+int glm53_pager_publish(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, uint64_t x, void* stream) {
+  return guarded(-1, [&] {
+    pager->impl.publish(layer, rows, selected, x, stream);
+    return 0;
+  });
+}
+
+int glm53_pager_finish(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t weights, uint64_t shared, uint64_t out, void* stream) {
+  return guarded(-1, [&] {
+    pager->impl.finish(layer, rows, weights, shared, out, stream);
+    return 0;
+  });
+}
+
+int glm53_pager_force(Glm53Pager* pager, uint32_t placement, uint64_t seed) {
+  return guarded(-1, [&] {
+    pager->impl.force(placement, seed);
+    return 0;
+  });
+}
+
+int glm53_pager_lane_up(const Glm53Pager* pager) { return pager->impl.lane_up(); }
+
+const char* glm53_pager_fast_stats(Glm53Pager* pager) {
+  thread_local std::string kept;
+  return guarded<const char*>(nullptr, [&] {
+    kept = pager->impl.fast_stats();
+    return kept.c_str();
+  });
+}
+
+int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, double job_us, const double* lane_us, uint32_t hits,
+                      const uint32_t* miss_rows, uint32_t num_misses, double* predicted_us) {
+  return guarded(-1, [&] {
+    glm53::DeviceCosts costs({1.0}, kernel_a_us, kernel_b_us, link_us, {});
+    glm53::LaneRates rates;
+    rates.job_us = job_us;
+    std::copy(lane_us, lane_us + 8, rates.expert_us.begin());
+    if (job_us >= 0) costs.set_lane(rates);
+    std::vector<glm53::CostedMiss> misses;
+    for (uint32_t i = 0; i < num_misses; ++i) misses.push_back({miss_rows[i]});
+    const uint32_t chosen = costs.choose(0, hits, misses, num_misses);
+    predicted_us[0] = costs.device_us(hits + num_misses - chosen, num_misses - chosen);
+    predicted_us[1] = costs.lane_us(0, misses.data(), chosen);
+    return static_cast<int>(chosen);
+  });
 }
 
 int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {

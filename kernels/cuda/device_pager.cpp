@@ -8,28 +8,26 @@
 namespace glm53 {
 namespace {
 
-constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
-constexpr uint32_t kWriteDefault = 0;
 constexpr uint64_t kNoPass = ~UINT64_C(0);
 constexpr int64_t kSpinNs = 2'000'000;
-constexpr uint64_t kIdleNs = 100'000'000;
+constexpr uint64_t kIdleNs = 50'000'000;
 constexpr uint64_t kStopNs = 5'000'000'000;  // how long a stop waits for a device that was told to ask
-enum Counter { kSteps, kPicks, kHits, kMissed, kAdmitted, kTransit, kInPlace, kBytes };
-
-void require(bool holds, const char* problem) {
-  if (!holds) throw Error(GLM53_INVALID, problem);
-}
 
 }  // namespace
 
-DevicePager::DevicePager(const PagerSpec& spec)
+void DevicePager::require(bool holds, const char* problem) {
+  if (!holds) throw Error(GLM53_INVALID, problem);
+}
+
+DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
     : spec_(spec),
       driver_(spec.driver != nullptr ? *spec.driver : cuda_driver()),
       heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight}),
       slots_(spec.num_slots - std::min(spec.num_transit, spec.num_slots), spec.num_layers * spec.experts_per_layer),
       dirty_(spec.num_layers, true),
       in_transit_(spec.num_layers),
-      seen_(spec.experts_per_layer, 0) {
+      seen_(spec.experts_per_layer, 0),
+      fast_(std::move(fast)) {
   require(spec.num_layers > 0 && spec.experts_per_layer > 0 && spec.num_parts > 0 && spec.max_rows > 0 && spec.top_k > 0, "a size is 0");
   require(spec.num_layers < kRing, "too many layers");
   require(spec.num_transit <= spec.num_slots, "more transit slots than slots");
@@ -45,24 +43,31 @@ DevicePager::~DevicePager() {
   thread_.join();
 }
 
-void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
+uint64_t DevicePager::enter(uint32_t layer, uint32_t rows, bool with_x) {
   require(layer < spec_.num_layers, "layer: out of range");
   require(rows >= 1 && rows <= spec_.max_rows, "rows: out of range");
   if (enqueued_ - served_.load(std::memory_order_acquire) >= kRing) throw Error(GLM53_TIMEOUT, "the host is too far ahead of the device");
   const uint64_t number = ++enqueued_;
-  const uint32_t value = static_cast<uint32_t>(number);
-  ring_[number % kRing] = {layer, rows};
-  const size_t stride = static_cast<size_t>(spec_.max_rows) * spec_.top_k;
-  const size_t bytes = static_cast<size_t>(rows) * spec_.top_k * sizeof(int64_t);
+  ring_[number % kRing] = {layer, rows, with_x};
   // Armed before the device is told: if enqueuing breaks half way the thread must not sleep through what was enqueued.
   armed_.post(number);
+  return number;
+}
+
+void DevicePager::refuse(const char* what) {
+  failed_.store(true, std::memory_order_release);
+  throw Error(GLM53_SYSTEM, what);
+}
+
+void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
+  require(fast_ == nullptr, "step: the pager was made for fast");
+  const uint32_t value = static_cast<uint32_t>(enter(layer, rows, false));
+  const size_t stride = static_cast<size_t>(spec_.max_rows) * spec_.top_k;
+  const size_t bytes = static_cast<size_t>(rows) * spec_.top_k * sizeof(int64_t);
   const bool sent = driver_.copy_to_host(spec_.picks + layer * stride, selected, bytes, stream) == 0 &&
                     driver_.write_word(stream, spec_.words_on_device + kRequest * 4, value, kWriteDefault) == 0 &&
                     driver_.wait_word(stream, spec_.words_on_device + kReply * 4, value, kWaitGreaterEqual) == 0;
-  if (!sent) {
-    failed_.store(true, std::memory_order_release);
-    throw Error(GLM53_SYSTEM, "the GPU driver refuses a request: the device is lost, or has no stream memory operations");
-  }
+  if (!sent) refuse("the GPU driver refuses a request: the device is lost, or has no stream memory operations");
 }
 
 void DevicePager::run() {
@@ -70,10 +75,18 @@ void DevicePager::run() {
   uint64_t served = 0;
   // A stop answers what the device was told to ask: it must not wait for ever.
   while (!stop_.load(std::memory_order_acquire) || armed_.value() > served) {
-    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, kSpinNs)) continue;
+    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, kSpinNs)) {
+      if (fast_ != nullptr) look_at_lane();
+      continue;
+    }
     if (!wait_for_request(served + 1)) return;
     ++served;
-    answer(served, ring_[served % kRing]);
+    const Step& step = ring_[served % kRing];
+    if (fast_ != nullptr) {
+      answer_fast(served, step);
+    } else {
+      answer(served, step);
+    }
     served_.store(served, std::memory_order_release);
   }
 }
@@ -100,15 +113,19 @@ void DevicePager::answer(uint64_t number, const Step& step) {
   reply(number);
 }
 
-void DevicePager::choose(const Step& step, uint64_t pass) {
-  const uint32_t layer = step.layer, first = layer * spec_.experts_per_layer;
-  const int64_t* picks = spec_.picks + static_cast<size_t>(layer) * spec_.max_rows * spec_.top_k;
+void DevicePager::start_step(uint32_t layer, uint64_t pass) {
   slots_.settle(pass - 1, kNoPass);
   end_transit(layer);
   heat_.advance(layer);
   misses_.clear();
   transit_used_ = copies_ = 0;
   ++counters_[kSteps];
+}
+
+void DevicePager::choose(const Step& step, uint64_t pass) {
+  const uint32_t layer = step.layer, first = layer * spec_.experts_per_layer;
+  const int64_t* picks = spec_.picks + static_cast<size_t>(layer) * spec_.max_rows * spec_.top_k;
+  start_step(layer, pass);
   for (uint32_t i = 0; i < step.rows * spec_.top_k; ++i) {
     const int64_t expert = picks[i];
     if (expert < 0 || expert >= static_cast<int64_t>(spec_.experts_per_layer)) continue;  // a masked pick
@@ -130,7 +147,7 @@ void DevicePager::choose(const Step& step, uint64_t pass) {
   for (const Miss& miss : misses_) bring(layer, miss, pass);
 }
 
-void DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
+Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
   const uint32_t record = layer * spec_.experts_per_layer + miss.expert;
   ++counters_[kMissed];
   if (copies_ < spec_.max_copies) {
@@ -142,21 +159,23 @@ void DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
       if (old != SlotTable::kNone) {
         slots_.evict(slot, pass - 1);
         point_at_host(static_cast<uint32_t>(old));
+        if (fast_ != nullptr) ++fast_->evictions;
       }
       if (copy(record, place)) {
         slots_.begin_landing(slot, record, pass);
         point(layer, miss.expert, in_slot(place));
         ++counters_[kAdmitted];
-        return;
+        return Lane::kAdmit;
       }
     } else if (transit_used_ < spec_.num_transit && copy(record, transit_used_)) {
       point(layer, miss.expert, in_slot(transit_used_++));
       in_transit_[layer].push_back(miss.expert);
       ++counters_[kTransit];
-      return;
+      return Lane::kAdmit;
     }
   }
   ++counters_[kInPlace];
+  return Lane::kZeroCopy;
 }
 
 int32_t DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
@@ -206,6 +225,7 @@ void DevicePager::point(uint32_t layer, uint32_t expert, uint64_t address) {
     rows[static_cast<size_t>(part) * spec_.experts_per_layer] = static_cast<int64_t>(address) + offsets[part];
   }
   dirty_[layer] = true;
+  if (fast_ != nullptr) set_record(layer, expert, address);
 }
 
 void DevicePager::point_at_host(uint32_t record) {
@@ -240,13 +260,17 @@ void DevicePager::vacate(uint32_t first_slot, uint32_t count) {
     slots_.evict(static_cast<int32_t>(slot - spec_.num_transit), enqueued_);
     point_at_host(static_cast<uint32_t>(record));
   }
-  for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) end_transit(layer);
+  for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) {
+    end_transit(layer);
+    if (fast_ != nullptr) unmask(layer);
+  }
 }
 
 void DevicePager::flush(void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) {
     end_transit(layer);
+    if (fast_ != nullptr) unmask(layer);
     if (dirty_[layer] && !send_table(layer, stream)) throw Error(GLM53_SYSTEM, "the GPU driver refuses to copy a table");
   }
 }

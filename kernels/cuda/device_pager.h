@@ -13,29 +13,86 @@
 //
 // Admission: a missing record takes a free slot, or the coldest record's if it is hotter; else one of the transit slots, for this step
 // alone; else it is read in place. If a copy cannot be enqueued the record is read in place too, so that every request is answered.
+//
+// `fast` (expert_pager.h, device_pager_fast.cpp) is the same with three differences. The kernels read `records`, one address an expert, so
+// a step sends that row and the tables wait for the next flush. A pick of the CPU lane has the address 0 for its step alone. And there is a
+// second word, for the lane's rows: the pager raises it when cpu_expert has answered, or when it has computed the picks itself.
 #pragma once
 
 #include <array>
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "cuda/device_costs.h"
+#include "cuda/device_lane.h"
 #include "expert_pager.h"
 #include "tier/heat.h"
 #include "tier/slot_table.h"
 #include "tier/spin.h"
+#include "tier/stats.h"
 
 namespace glm53 {
 
+// What `fast` adds to a pager.
+struct FastParts {
+  FastParts(const PagerSpec& spec, const PagerFast& fast, const Arena& arena, Region* region);
+
+  PagerFast spec;
+  std::vector<void*> experts;  // [layers]
+  const Arena& arena;
+  std::unique_ptr<DeviceLane> lane;  // null: never one
+  uint32_t hidden;
+  // The stepping thread's: the step that was published and waits for its second half.
+  bool published = false, with_x = false;
+  uint32_t layer = 0, rows = 0;
+  uint64_t selected = 0, x = 0;
+  std::atomic<bool> lane_wanted{true};
+
+  // Everything below is guarded by the pager's mutex.
+  struct Entry {
+    LaneExpert picks;
+    int32_t slot;  // or SlotTable::kNone
+    float heat;
+    bool in_lane;
+  };
+  DeviceCosts costs;
+  StepForecast forecast;
+  TierStats stats;
+  std::vector<bool> dirty;                    // [layers]: the mirror of `records` is ahead
+  std::vector<std::vector<uint32_t>> masked;  // [layers]: experts whose address is 0
+  std::vector<Entry> entries;                 // of the step
+  std::vector<uint32_t> order;                // entries that are in no slot, coldest first
+  std::vector<uint32_t> picks;                // the entries' picks
+  std::vector<LaneExpert> job;                // entries of the CPU lane
+  std::vector<CostedMiss> misses;             // as order
+  std::vector<uint32_t> entry_of;             // [experts]
+  std::mt19937_64 random;
+  uint32_t placement = PAGER_BY_COST;
+  uint32_t unused = 0, useful = 0;   // steps in a row for which the costs chose no lane, and one
+  std::vector<CostedMiss> job_rows;  // of `job`
+  uint64_t evictions = 0, probed_ns = 0;
+  uint32_t links_timed = 0;
+  DeviceLane::Snapshot lane_seen{};
+};
+
 class DevicePager {
  public:
-  explicit DevicePager(const PagerSpec& spec);
+  explicit DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast = nullptr);
   ~DevicePager();
   DevicePager(const DevicePager&) = delete;
   DevicePager& operator=(const DevicePager&) = delete;
 
   void step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+  void publish(uint32_t layer, uint32_t rows, uint64_t selected, uint64_t x, void* stream);
+  void finish(uint32_t layer, uint32_t rows, uint64_t weights, uint64_t shared, uint64_t out, void* stream);
+  void force(uint32_t placement, uint64_t seed);
+  bool lane_up() const { return fast_ != nullptr && fast_->lane != nullptr && fast_->lane->up(); }
+  std::string fast_stats();
   void put(uint32_t record, uint32_t slot);
   void vacate(uint32_t first_slot, uint32_t count);
   void flush(void* stream);
@@ -45,23 +102,51 @@ class DevicePager {
   void stats(uint64_t counters[8]);
 
  private:
-  static constexpr uint32_t kRing = 1024;  // steps that the host may be ahead of the device
-  static constexpr uint32_t kRequest = 0, kReply = 32;
+  static constexpr uint32_t kRing = 1024;           // steps that the host may be ahead of the device
+  static constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
+  static constexpr uint32_t kWriteDefault = 0;
+  static constexpr uint32_t kRequest = 0, kScratch = 16, kReply = 32, kLaneReply = 48;
+
+  enum Counter { kSteps, kPicks, kHits, kMissed, kAdmitted, kTransit, kInPlace, kBytes };
 
   struct Step {
     uint32_t layer, rows;
+    bool with_x;  // the activations were published too
   };
   struct Miss {
     uint32_t expert;
     float heat;
   };
 
+  static void require(bool holds, const char* problem);
   void run();
   // False when told to stop before the device got there.
   bool wait_for_request(uint64_t number);
   void answer(uint64_t number, const Step& step);
   void choose(const Step& step, uint64_t pass);
-  void bring(uint32_t layer, const Miss& miss, uint64_t pass);
+  void start_step(uint32_t layer, uint64_t pass);
+  uint64_t enter(uint32_t layer, uint32_t rows, bool with_x);
+  void refuse(const char* what);
+  // `fast`
+  void answer_fast(uint64_t number, const Step& step);
+  void group(const Step& step, uint64_t pass);
+  // Fills fast_->job; returns what the step is foretold to take.
+  double choose_by_cost(const Step& step, uint64_t pass, bool lane);
+  void choose_by_force(bool lane);
+  void note_choice(uint32_t chosen);
+  bool start_job(const Step& step, uint64_t number);
+  void fetch(const Step& step, uint64_t pass);
+  void evict_at_random(uint64_t pass);
+  void probe_lane(bool busy_link);
+  void look_at_lane();
+  double time_link();
+  void follow(uint64_t number, uint32_t layer, uint32_t copies, bool job, uint64_t replied_ns);
+  void raise_lane_reply(uint64_t number, uint64_t rows_at);
+  void set_record(uint32_t layer, uint32_t expert, uint64_t address);
+  void unmask(uint32_t layer);
+  void send_records(uint32_t layer);
+  bool landed(uint64_t number) const;
+  Lane bring(uint32_t layer, const Miss& miss, uint64_t pass);
   bool copy(uint32_t record, uint32_t slot);
   void reply(uint64_t number);
   bool send_table(uint32_t layer, void* stream);
@@ -95,6 +180,7 @@ class DevicePager {
   bool sent_ = false;  // this step enqueued something on the copy stream
   uint64_t counters_[8] = {};
 
+  const std::unique_ptr<FastParts> fast_;  // null: exact
   std::thread thread_;
 };
 

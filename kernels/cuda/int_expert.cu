@@ -11,6 +11,7 @@
 #include "cpu/error.h"
 #include "cpu/shape.h"
 #include "cuda/int_expert_kernels.cuh"
+#include "cuda/publish_step.cuh"
 #include "moe_cuda.h"
 
 #ifndef GLM53_CUDA_ARCHITECTURES
@@ -354,13 +355,30 @@ extern "C" int moe_cuda_combine(const MoeCudaCombine* combine, void* stream) {
       check_pointer("other_y", c.other_y, false) != 0 || check_pointer("shared", c.shared, false) != 0) {
     return -1;
   }
+  if (c.other_y != nullptr && c.other_from != nullptr) return fail("other_y and other_from are both given");
+  if (reinterpret_cast<uintptr_t>(c.other_from) % 8u != 0) return fail("other_from is not 8-byte aligned");
   if (c.hidden == 0 || c.hidden % kBlock != 0) return fail("hidden = %u is not a positive multiple of 128", c.hidden);
   if (check_choice("weights_dtype", c.weights_dtype, MOE_DTYPE_F16) != 0) return -1;
   const Selection selection = {c.records, c.selected, c.num_experts, c.rows * c.top_k, c.top_k, c.selected_type};
-  const CombineArgs args = {selection, c.weights, c.y, c.other_y, c.shared, c.out, c.hidden, c.rows, c.weights_dtype};
+  const CombineArgs args = {selection, c.weights, c.y, c.other_y, c.other_from, c.shared, c.out, c.hidden, c.rows, c.weights_dtype};
   const uint32_t threads = c.rows * (c.hidden / 4u);
   combine_picks<<<(threads + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(args);
   return check_cuda(cudaPeekAtLastError(), "launch of the combining kernel");
+}
+
+extern "C" int moe_cuda_publish(const MoeCudaPublish* publish, void* stream) {
+  if (publish == nullptr) return fail("publish must not be NULL");
+  const MoeCudaPublish& p = *publish;
+  if (check_pointer("selected", p.selected, true) != 0 || check_pointer("selected_to", p.selected_to, true) != 0 ||
+      check_pointer("x", p.x, p.x_to != nullptr) != 0 || check_pointer("x_to", p.x_to, p.x != nullptr) != 0) {
+    return -1;
+  }
+  if (p.arrivals == nullptr || p.word == nullptr) return fail("arrivals and word must not be NULL");
+  if (p.rows < 1 || p.rows > MOE_CUDA_MAX_ROWS) return fail("rows = %u is not in 1..%u", p.rows, MOE_CUDA_MAX_ROWS);
+  if (p.top_k < 1 || p.top_k > MOE_CUDA_MAX_TOP_K) return fail("top_k = %u is not in 1..%u", p.top_k, MOE_CUDA_MAX_TOP_K);
+  if (p.hidden == 0 || p.hidden % kBlock != 0) return fail("hidden = %u is not a positive multiple of 128", p.hidden);
+  publish_step<<<p.rows, kPublishThreads, 0, static_cast<cudaStream_t>(stream)>>>(p);
+  return check_cuda(cudaPeekAtLastError(), "launch of the publishing kernel");
 }
 
 extern "C" const char* moe_cuda_describe(const MoeCudaExperts* experts) { return experts == nullptr ? "" : experts->description.c_str(); }
@@ -398,6 +416,7 @@ constexpr Field kLayout[] = {
     FIELD(MoeCudaCombine, weights),
     FIELD(MoeCudaCombine, y),
     FIELD(MoeCudaCombine, other_y),
+    FIELD(MoeCudaCombine, other_from),
     FIELD(MoeCudaCombine, shared),
     FIELD(MoeCudaCombine, out),
     FIELD(MoeCudaCombine, hidden),
@@ -407,6 +426,17 @@ constexpr Field kLayout[] = {
     FIELD(MoeCudaCombine, selected_type),
     FIELD(MoeCudaCombine, weights_dtype),
     Field{"MoeCudaCombine.", 0, sizeof(MoeCudaCombine)},
+    FIELD(MoeCudaPublish, selected),
+    FIELD(MoeCudaPublish, x),
+    FIELD(MoeCudaPublish, selected_to),
+    FIELD(MoeCudaPublish, x_to),
+    FIELD(MoeCudaPublish, arrivals),
+    FIELD(MoeCudaPublish, word),
+    FIELD(MoeCudaPublish, value),
+    FIELD(MoeCudaPublish, hidden),
+    FIELD(MoeCudaPublish, rows),
+    FIELD(MoeCudaPublish, top_k),
+    Field{"MoeCudaPublish.", 0, sizeof(MoeCudaPublish)},
 };
 #undef FIELD
 

@@ -382,25 +382,40 @@ struct CombineArgs {
   const void* weights;
   const float* y;
   const float* other_y;
+  const uint64_t* other_from;
   const float* shared;
   float* out;
   uint32_t hidden, rows, weights_dtype;
 };
+
+/* Another processor has written this memory just before: nothing of it may come from a cache. */
+__device__ __forceinline__ Four load_floats_from_host(const float* from) {
+  const float4 v = __ldcv(reinterpret_cast<const float4*>(from));
+  return {{v.x, v.y, v.z, v.w}};
+}
 
 __global__ void __launch_bounds__(kThreads) combine_picks(const __grid_constant__ CombineArgs args) {
   const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, quads = args.hidden / 4u;
   const uint32_t row = thread / quads, column = thread % quads * 4u;
   if (row >= args.rows) return;
   Four sum = {{0.0f, 0.0f, 0.0f, 0.0f}};
+  const float* other = args.other_y;
+  bool asked = args.other_from == nullptr;
   for (uint32_t k = 0; k < args.selection.top_k; ++k) {
     const uint32_t pick = row * args.selection.top_k + k;
     const int32_t e = args.selection.expert(pick);
     if (e < 0) continue;
-    const float* from = args.selection.records[e] != 0 ? args.y : args.other_y;
+    const bool here = args.selection.records[e] != 0;
+    if (!here && !asked) { /* only where it is needed: this read crosses the link */
+      asked = true;
+      other = reinterpret_cast<const float*>(__ldcv(reinterpret_cast<const unsigned long long*>(args.other_from)));
+    }
+    const float* from = here ? args.y : other;
     if (from == nullptr) continue;
     const float weight = args.weights_dtype == MOE_DTYPE_F16 ? __half2float(static_cast<const __half*>(args.weights)[pick])
                                                              : static_cast<const float*>(args.weights)[pick];
-    const Four y = load_floats(from + static_cast<size_t>(pick) * args.hidden + column);
+    const float* at_pick = from + static_cast<size_t>(pick) * args.hidden + column;
+    const Four y = here ? load_floats(at_pick) : load_floats_from_host(at_pick);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sum.v[i] = fmaf(weight, y.v[i], sum.v[i]);
   }

@@ -7,6 +7,7 @@
 #define GLM53_EXPERT_PAGER_H_
 
 #include "expert_region.h"
+#include "moe_cuda.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -41,7 +42,7 @@ typedef struct PagerSpec {
   const int64_t* offsets;  /* [num_layers][num_parts]: where a record's parts begin; copied */
   int64_t* mirror;         /* pinned: as table */
   int64_t* picks;          /* pinned: [num_layers][max_rows * top_k] */
-  uint32_t* words;         /* pinned, mapped, 256 bytes, zeroed: [0] raised by the device, [32] waited for by it */
+  uint32_t* words;         /* pinned, mapped, 256 bytes, zeroed: [0] raised by the device, [32] and [48] waited for by it, [16] scratch */
   uint64_t words_on_device;
   void* copy_stream;
   const PagerDriver* driver; /* NULL: the CUDA driver's */
@@ -49,8 +50,58 @@ typedef struct PagerSpec {
   uint32_t admit_after;
 } PagerSpec;
 
+/* `fast`: decode steps run on the integer expert kernels (moe_cuda.h), and cpu_expert may take picks of theirs. The answer has the same
+ * bits wherever a pick is computed. One layer step on the compute stream: publish  picks, and activations when the CPU lane may want them,
+ * go to the host; the request word is raised wait     for the reply: records are where `records` says, 0 for a pick of the CPU lane run
+ * every other pick, one row each wait     for the CPU lane's rows, wherever they were computed combine  fma over ascending slots, then the
+ * shared expert Without a CPU lane (none attached, or it does not pay) the last two are left out and `run` sums itself. */
+typedef struct PagerFast {
+  const Glm53Arena* arena; /* the arena whose records `host` of the spec points at */
+  Glm53Region* region;     /* the control region, mapped for the device, or NULL: there is never a CPU lane */
+  uint64_t region_on_device;
+  uint64_t records;         /* device: u64 [num_layers][experts_per_layer] */
+  uint64_t* records_mirror; /* pinned: as records */
+  uint64_t picks_on_device; /* of the spec's picks */
+  uint64_t y;               /* device: float [max_rows * top_k][hidden] */
+  uint64_t arrivals;        /* device: u32, zeroed */
+  float* own_rows;          /* pinned, mapped: float [max_rows * top_k][hidden], picks that the worker computes for a broken lane */
+  uint64_t own_rows_on_device;
+  uint64_t* rows_at; /* pinned, mapped: the device address of the CPU lane's rows of the current step */
+  uint64_t rows_at_on_device;
+  void* const* experts; /* [num_layers]: what `run` gets for a layer (MoeCudaExperts); copied */
+  int (*publish)(const MoeCudaPublish* publish, void* stream);
+  int (*run)(void* experts, const MoeCudaStep* step, void* stream);
+  int (*combine)(const MoeCudaCombine* combine, void* stream);
+  uint64_t heartbeat_timeout_ns, job_timeout_ns;
+  /* Microseconds: a step's kernels with n experts in slots take a + b * n; one record over the link. Negative ct_*: measured. */
+  double kernel_a_us, kernel_b_us, link_us, ct_a_us, ct_b_us, ct_tzc_us;
+  uint32_t variant; /* MoeVariant of the kernel that computes for a broken lane */
+} PagerFast;
+
+/* Where picks are computed: as the costs say, or forced, for tests and measurements. */
+enum PagerPlacement {
+  PAGER_BY_COST = 0,
+  PAGER_NEVER_LANE = 1,   /* by cost, without the CPU lane */
+  PAGER_ALL_LANE = 2,     /* every pick in the CPU lane while it is up */
+  PAGER_ALL_IN_PLACE = 3, /* nothing is admitted: what is in no slot is read in host memory */
+  PAGER_RANDOM = 4,       /* any lane for any pick, slots emptied at random */
+};
+
 /* Starts the pager's thread. The calling thread's CUDA context is the one that is used. Everything that the spec names must outlive it. */
 ABI_API Glm53Pager* glm53_pager_create(const PagerSpec* spec);
+/* The same for `fast`; glm53_pager_step is then not to be called. */
+ABI_API Glm53Pager* glm53_pager_create_fast(const PagerSpec* spec, const PagerFast* fast);
+/* The two halves of a `fast` step, so that the caller can enqueue work in between that needs no expert. Never wait themselves.
+ * selected: device, int64 [rows][top_k]; x: device, fp16 [rows][hidden]; both must keep their values until the step is over. */
+ABI_API int glm53_pager_publish(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, uint64_t x, void* stream);
+/* weights: device, fp16 [rows][top_k]; shared: device, float [rows][hidden], added after the picks, or 0; out: device, float
+ * [rows][hidden], may be shared. */
+ABI_API int glm53_pager_finish(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t weights, uint64_t shared, uint64_t out,
+                               void* stream);
+ABI_API int glm53_pager_force(Glm53Pager* pager, uint32_t placement, uint64_t seed); /* PagerPlacement, from the next step on */
+ABI_API int glm53_pager_lane_up(const Glm53Pager* pager);
+/* JSON, valid until the next call on this thread. */
+ABI_API const char* glm53_pager_fast_stats(Glm53Pager* pager);
 /* Enqueues on `stream`: the copy of `selected` (device, int64 [rows][top_k]), the request, the wait. Never waits itself. */
 ABI_API int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
 /* The device must be idle for the following, as far as decode steps go. */
@@ -65,6 +116,10 @@ ABI_API int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const f
 /* counters u64[8]: layer steps, picks, hits, distinct records missed, of these admitted, in transit, read in place, bytes copied. -1 when a
  * driver call failed: what is running may be wrong. */
 ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);
+/* The costs and the split alone, without a device: how many of num_misses records, coldest first, go to the CPU lane. lane_us: [8], one
+ * expert with 1..8 rows; job_us < 0: there was no probe. predicted_us: [2], device and lane. */
+ABI_API int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, double job_us, const double* lane_us, uint32_t hits,
+                              const uint32_t* miss_rows, uint32_t num_misses, double* predicted_us);
 /* Answers what is outstanding, then ends the thread. */
 ABI_API void glm53_pager_close(Glm53Pager* pager);
 

@@ -54,17 +54,33 @@ typedef struct MoeCudaStep {
  * Pick p takes its row from y when its expert has a record, from other_y when it has none but its number is valid (0..num_experts-1), and
  * is left out when its number is not valid. */
 typedef struct MoeCudaCombine {
-  const uint64_t* records; /* [num_experts], as the step had it */
-  const void* selected;    /* [rows][top_k] */
-  const void* weights;     /* [rows][top_k] */
-  const float* y;          /* [rows * top_k][hidden] */
-  const float* other_y;    /* [rows * top_k][hidden], mapped host memory for example; NULL: those picks are left out */
-  const float* shared;     /* [rows][hidden] or NULL */
-  float* out;              /* [rows][hidden] */
+  const uint64_t* records;    /* [num_experts], as the step had it */
+  const void* selected;       /* [rows][top_k] */
+  const void* weights;        /* [rows][top_k] */
+  const float* y;             /* [rows * top_k][hidden] */
+  const float* other_y;       /* [rows * top_k][hidden], mapped host memory for example; NULL: those picks are left out */
+  const uint64_t* other_from; /* instead of other_y: the address of other_y's address, read when the kernel runs (mapped host memory) */
+  const float* shared;        /* [rows][hidden] or NULL */
+  float* out;                 /* [rows][hidden] */
   uint32_t hidden;
   uint32_t num_experts, rows, top_k;
   uint32_t selected_type, weights_dtype;
 } MoeCudaCombine;
+
+/* Tells the host about a step: picks and activations go to mapped host memory, then a word there gets its value. Who sees the value
+ * (acquire) sees the rest. */
+typedef struct MoeCudaPublish {
+  const void* selected; /* int64 [rows][top_k] */
+  const void* x;        /* fp16 [rows][hidden], or NULL: nobody on the host needs it */
+  void* selected_to;    /* int64 [rows][top_k], mapped */
+  void* x_to;           /* fp16 [rows][hidden], mapped; NULL when x is */
+  uint32_t* arrivals;   /* VRAM, 0 before the first step; steps that share it are ordered by their streams */
+  uint32_t* word;       /* mapped */
+  uint32_t value;
+  uint32_t hidden; /* a multiple of 128 */
+  uint32_t rows;   /* 1..MOE_CUDA_MAX_ROWS */
+  uint32_t top_k;  /* 1..MOE_CUDA_MAX_TOP_K */
+} MoeCudaPublish;
 
 /* Kernels, scratch memory and launch sizes for experts of one shape on one device. Steps that use the same handle must be ordered by their
  * streams: they share its scratch memory. */
@@ -80,6 +96,7 @@ MOE_API void moe_cuda_destroy(MoeCudaExperts* experts);
 /* Enqueues a step on the stream (cudaStream_t; 0 = the default stream). 0, or -1 and a message. */
 MOE_API int moe_cuda_run(MoeCudaExperts* experts, const MoeCudaStep* step, void* stream);
 MOE_API int moe_cuda_combine(const MoeCudaCombine* combine, void* stream);
+MOE_API int moe_cuda_publish(const MoeCudaPublish* publish, void* stream);
 /* What the handle runs with: device name, blocks per multiprocessor, scratch bytes. Owned by the handle. */
 MOE_API const char* moe_cuda_describe(const MoeCudaExperts* experts);
 MOE_API const char* moe_cuda_last_error(void);

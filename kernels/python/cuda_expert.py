@@ -22,7 +22,9 @@ INDEX_I32, INDEX_I64 = 0, 1
 FLAG_SERIAL, FLAG_AFTER_KERNEL = 1, 2
 
 
-class _Step(ctypes.Structure):
+class StepArguments(ctypes.Structure):
+    """MoeCudaStep."""
+
     _fields_ = [
         ("records", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
@@ -41,13 +43,16 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Combine(ctypes.Structure):
+class CombineArguments(ctypes.Structure):
+    """MoeCudaCombine."""
+
     _fields_ = [
         ("records", ctypes.c_void_p),
         ("selected", ctypes.c_void_p),
         ("weights", ctypes.c_void_p),
         ("y", ctypes.c_void_p),
         ("other_y", ctypes.c_void_p),
+        ("other_from", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("hidden", ctypes.c_uint32),
@@ -56,6 +61,23 @@ class _Combine(ctypes.Structure):
         ("top_k", ctypes.c_uint32),
         ("selected_type", ctypes.c_uint32),
         ("weights_dtype", ctypes.c_uint32),
+    ]
+
+
+class PublishArguments(ctypes.Structure):
+    """MoeCudaPublish."""
+
+    _fields_ = [
+        ("selected", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("selected_to", ctypes.c_void_p),
+        ("x_to", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
+        ("word", ctypes.c_void_p),
+        ("value", ctypes.c_uint32),
+        ("hidden", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("top_k", ctypes.c_uint32),
     ]
 
 
@@ -94,6 +116,11 @@ class CudaExperts:
         self._handle = handle
 
     @property
+    def handle(self) -> int:
+        """What native callers of `step_functions` name these kernels by; valid until `close`."""
+        return self._open()
+
+    @property
     def description(self) -> str:
         """Device, blocks per multiprocessor, scratch memory."""
         text: bytes = self._library.moe_cuda_describe(self._open())
@@ -120,7 +147,7 @@ class CudaExperts:
         step's launch may be prepared while it ends. stream: cudaStream_t as an integer.
         Raises ValueError naming the argument; RuntimeError is left to the stream, where an error of the device shows up.
         """
-        step = _Step(
+        step = StepArguments(
             records=routing.records,
             x=x,
             selected=routing.selected,
@@ -167,7 +194,7 @@ def combine(
     Raises ValueError naming the argument.
     """
     library = _signatures()
-    arguments = _Combine(
+    arguments = CombineArguments(
         records=routing.records,
         selected=routing.selected,
         weights=routing.weights,
@@ -184,6 +211,28 @@ def combine(
     )
     if library.moe_cuda_combine(ctypes.byref(arguments), stream) != 0:
         raise ValueError(library.moe_cuda_last_error().decode())
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFunctions:
+    """Addresses of moe_cuda_publish, moe_cuda_run and moe_cuda_combine, for native code that enqueues steps itself."""
+
+    publish: int
+    run: int
+    combine: int
+
+
+def step_functions() -> StepFunctions:
+    """The library's own."""
+    library = _signatures()
+    names = ("moe_cuda_publish", "moe_cuda_run", "moe_cuda_combine")
+    return StepFunctions(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
+
+
+def last_error() -> str:
+    """Why the last call of this thread was refused."""
+    text: bytes = _signatures().moe_cuda_last_error()
+    return text.decode()
 
 
 def why_not(shape: ExpertShape) -> str | None:
@@ -218,6 +267,7 @@ def _signatures() -> ctypes.CDLL:
         "moe_cuda_destroy": ([pointer], None),
         "moe_cuda_run": ([pointer, pointer, pointer], ctypes.c_int),
         "moe_cuda_combine": ([pointer, pointer], ctypes.c_int),
+        "moe_cuda_publish": ([pointer, pointer], ctypes.c_int),
         "moe_cuda_describe": ([pointer], text),
         "moe_cuda_last_error": ([], text),
         "moe_cuda_arithmetic_version": ([], number),
@@ -228,5 +278,6 @@ def _signatures() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = argument_types
         function.restype = result_type
-    expert.check_layout(library.moe_cuda_struct_layout().decode(), {"MoeCudaStep": _Step, "MoeCudaCombine": _Combine})
+    layouts = {"MoeCudaStep": StepArguments, "MoeCudaCombine": CombineArguments, "MoeCudaPublish": PublishArguments}
+    expert.check_layout(library.moe_cuda_struct_layout().decode(), layouts)
     return library

@@ -33,7 +33,9 @@ class PagerDriver(ctypes.Structure):
     ]
 
 
-class _Spec(ctypes.Structure):
+class PagerSpec(ctypes.Structure):
+    """What a pager is made from (expert_pager.h)."""
+
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("num_layers", "experts_per_layer", "num_slots", "num_transit", "max_rows", "top_k")),
         *((name, ctypes.c_uint32) for name in ("num_parts", "max_copies")),
@@ -104,42 +106,18 @@ class Pager:
         offsets: int64 [layers, parts], where a record's parts begin. driver: tests' own, else the CUDA driver's.
         Raises ValueError naming a size, OSError-like KernelError when there is no driver or no context.
         """
-        policy = policy or PagerPolicy()
-        self._library = _load()
+        self._library = load()
         self._driver = driver  # callbacks must live as long as the thread
-        offsets = np.ascontiguousarray(offsets, np.int64)
         self.num_records = layout.num_layers * layout.experts_per_layer
-        spec = _Spec(
-            layout.num_layers,
-            layout.experts_per_layer,
-            layout.num_slots,
-            layout.num_transit,
-            layout.max_rows,
-            layout.top_k,
-            offsets.shape[1],
-            policy.max_copies,
-            layout.record_stride,
-            layout.host_address,
-            layout.host_device,
-            layout.slots_device,
-            layout.table_device,
-            offsets.ctypes.data,
-            layout.mirror_address,
-            layout.picks_address,
-            layout.words_address,
-            layout.words_device,
-            layout.copy_stream,
-            ctypes.pointer(driver) if driver is not None else None,
-            policy.slow_half_life,
-            policy.fast_half_life,
-            policy.fast_weight,
-            policy.admit_margin,
-            policy.admit_after,
-        )
-        pointer = self._library.glm53_pager_create(ctypes.byref(spec))
+        offsets = np.ascontiguousarray(offsets, np.int64)  # read while it is created
+        pointer = self._create(_spec(layout, offsets, policy or PagerPolicy(), driver))
         if not pointer:
             raise_last(self._library)
         self._handle: shm_lib.Handle | None = shm_lib.Handle(pointer, self._library.glm53_pager_close)
+
+    def _create(self, spec: PagerSpec) -> int | None:
+        pointer: int | None = self._library.glm53_pager_create(ctypes.byref(spec))
+        return pointer
 
     def step(self, layer: int, rows: int, selected: int, stream: int) -> None:
         """Enqueues a layer step: the device goes on when its records are where the tables say.
@@ -201,13 +179,51 @@ class Pager:
             raise_last(self._library)
 
 
-def _load() -> Any:
+def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPolicy, driver: PagerDriver | None) -> PagerSpec:
+    return PagerSpec(
+        layout.num_layers,
+        layout.experts_per_layer,
+        layout.num_slots,
+        layout.num_transit,
+        layout.max_rows,
+        layout.top_k,
+        offsets.shape[1],
+        policy.max_copies,
+        layout.record_stride,
+        layout.host_address,
+        layout.host_device,
+        layout.slots_device,
+        layout.table_device,
+        offsets.ctypes.data,
+        layout.mirror_address,
+        layout.picks_address,
+        layout.words_address,
+        layout.words_device,
+        layout.copy_stream,
+        ctypes.pointer(driver) if driver is not None else None,
+        policy.slow_half_life,
+        policy.fast_half_life,
+        policy.fast_weight,
+        policy.admit_margin,
+        policy.admit_after,
+    )
+
+
+def load() -> Any:
+    """The kernels' library with the signatures of every glm53_pager_* function."""
     library = shm_lib.load()
     if library.glm53_pager_create.argtypes is None:
-        pointer, u32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+        pointer, u32, u64, real = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_double
         signatures: dict[str, tuple[list[Any], Any]] = {
             "glm53_pager_create": ([pointer], pointer),
             "glm53_pager_step": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
+            "glm53_pager_create_fast": ([pointer, pointer], pointer),
+            "glm53_pager_publish": ([pointer, u32, u32, u64, u64, pointer], ctypes.c_int),
+            "glm53_pager_finish": ([pointer, u32, u32, u64, u64, u64, pointer], ctypes.c_int),
+            "glm53_pager_force": ([pointer, u32, u64], ctypes.c_int),
+            "glm53_pager_lane_up": ([pointer], ctypes.c_int),
+            "glm53_pager_fast_stats": ([pointer], ctypes.c_char_p),
+            "glm53_pager_split": ([real, real, real, real, pointer, u32, pointer, u32, pointer], ctypes.c_int),
             "glm53_pager_put": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_flush": ([pointer, pointer], ctypes.c_int),

@@ -56,6 +56,12 @@ class Region:
         return self.field("total_bytes")
 
     @property
+    def address(self) -> int:
+        """Where the segment is mapped: `total_bytes` from there on."""
+        address: int = self._library.glm53_region_header(self.handle.pointer)
+        return address
+
+    @property
     def current(self) -> bool:
         """True while the path still names this segment."""
         return bool(self._library.glm53_region_current(self.handle.pointer))

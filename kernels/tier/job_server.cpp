@@ -181,7 +181,7 @@ void JobServer::claim(uint64_t now_ns) {
 }
 
 bool JobServer::valid() const {
-  if (job_.seq != next_seq_ || job_.epoch != epoch_ || job_.flags != 0 || job_.x_dtype != MOE_DTYPE_F32) return false;
+  if (job_.seq != next_seq_ || job_.epoch != epoch_ || job_.flags != 0 || job_.x_dtype > MOE_DTYPE_F16) return false;
   if (job_.layer >= arena_->header().num_layers || job_.buffer >= words_.num_buffers) return false;
   if (job_.num_rows > words_.max_rows || job_.num_experts > words_.max_experts || job_.num_picks > words_.max_picks) return false;
   for (const AbiJobExpert& e : experts_) {
@@ -210,7 +210,7 @@ void JobServer::compute_some() {
     const AbiJobExpert& e = experts_[i];
     if (e.num_picks == 0) continue;
     tasks_.push_back({&arena_->shape(job_.layer), arena_->record(e.arena_slot), region_->x(job_.buffer), &rows_[e.first_pick],
-                      region_->out(job_.buffer), &outs_[e.first_pick], e.num_picks, MOE_DTYPE_F32});
+                      region_->out(job_.buffer), &outs_[e.first_pick], e.num_picks, job_.x_dtype});
     counters_.picks += e.num_picks;
     counters_.bytes += arena_->shape(job_.layer).record_bytes;
   }

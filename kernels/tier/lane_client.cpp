@@ -83,15 +83,15 @@ void LaneClient::abort(DownReason reason, uint64_t now_ns) {
   ++counters_.aborts;
 }
 
-uint64_t LaneClient::submit(const LaneJob& job, const float* x, uint64_t now_ns) {
+uint64_t LaneClient::next_seq() {
   if (!up_) return 0;
   const uint64_t seq = abi_load(&words_.job_head) + 1;
-  const auto free = std::find(buffers_.begin(), buffers_.end(), Buffer::kFree);
-  if (seq - abi_load(&words_.job_tail) > words_.ring_len || free == buffers_.end()) {
-    ++counters_.full;
-    return 0;
-  }
-  const uint32_t buffer = static_cast<uint32_t>(free - buffers_.begin());
+  if (seq - abi_load(&words_.job_tail) <= words_.ring_len) return seq;
+  ++counters_.full;
+  return 0;
+}
+
+void LaneClient::publish(const LaneJob& job, uint64_t seq, uint32_t buffer, uint32_t x_dtype, uint64_t now_ns) {
   AbiJob* slot = region_.job(seq);
   AbiJob header{};
   header.seq = seq;
@@ -100,18 +100,41 @@ uint64_t LaneClient::submit(const LaneJob& job, const float* x, uint64_t now_ns)
   header.num_rows = job.num_rows;
   header.num_experts = static_cast<uint32_t>(job.experts.size());
   header.num_picks = static_cast<uint32_t>(job.rows.size());
-  header.x_dtype = MOE_DTYPE_F32;
+  header.x_dtype = x_dtype;
   header.buffer = buffer;
   *slot = header;
   std::memcpy(region_.experts(slot), job.experts.data(), job.experts.size() * sizeof(AbiJobExpert));
   std::memcpy(region_.pick_row(slot), job.rows.data(), job.rows.size() * sizeof(uint32_t));
   std::memcpy(region_.pick_out(slot), job.outs.data(), job.outs.size() * sizeof(uint32_t));
-  std::memcpy(region_.x(buffer), x, static_cast<size_t>(job.num_rows) * words_.hidden * sizeof(float));
   abi_store(&words_.job_head, seq);
   ring(&words_.doorbell, words_.server_asleep);
   buffers_[buffer] = Buffer::kBusy;
   open_.push_back({seq, buffer, now_ns});
   ++counters_.submitted;
+}
+
+uint64_t LaneClient::submit(const LaneJob& job, const float* x, uint64_t now_ns) {
+  const uint64_t seq = next_seq();
+  if (seq == 0) return 0;
+  const auto free = std::find(buffers_.begin(), buffers_.end(), Buffer::kFree);
+  if (free == buffers_.end()) {
+    ++counters_.full;
+    return 0;
+  }
+  const uint32_t buffer = static_cast<uint32_t>(free - buffers_.begin());
+  std::memcpy(region_.x(buffer), x, static_cast<size_t>(job.num_rows) * words_.hidden * sizeof(float));
+  publish(job, seq, buffer, MOE_DTYPE_F32, now_ns);
+  return seq;
+}
+
+uint64_t LaneClient::submit_in_place(const LaneJob& job, uint32_t buffer, uint64_t now_ns) {
+  const uint64_t seq = next_seq();
+  if (seq == 0) return 0;
+  if (buffers_[buffer] != Buffer::kFree) {
+    ++counters_.full;
+    return 0;
+  }
+  publish(job, seq, buffer, MOE_DTYPE_F16, now_ns);
   return seq;
 }
 

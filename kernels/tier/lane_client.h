@@ -59,6 +59,9 @@ class LaneClient {
 
   // Publishes a job and returns its sequence number; 0 when the lane is down, the ring is full or no buffer is free.
   uint64_t submit(const LaneJob& job, const float* x, uint64_t now_ns);
+  // The same for activations that somebody has written to x of this buffer already, as fp16: a device does. Nobody else may pick the
+  // buffer: a client uses one way or the other. 0 also when the buffer is not free.
+  uint64_t submit_in_place(const LaneJob& job, uint32_t buffer, uint64_t now_ns);
   enum class Poll { kPending, kDone, kFailed };
   // kDone: `result` may be read until release(). kFailed: nothing of the job may ever be read; compute its picks elsewhere.
   Poll poll(uint64_t seq, uint64_t now_ns, LaneResult* result);
@@ -85,6 +88,9 @@ class LaneClient {
   // kNone: the server is alive and in this epoch.
   DownReason judge(uint64_t now_ns) const;
   void close_job(uint64_t seq);
+  // The next sequence number, or 0 when the lane is down or the ring is full.
+  uint64_t next_seq();
+  void publish(const LaneJob& job, uint64_t seq, uint32_t buffer, uint32_t x_dtype, uint64_t now_ns);
 
   Region& region_;
   AbiCtlHeader& words_;

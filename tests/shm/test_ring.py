@@ -172,7 +172,7 @@ def test_a_draining_server_serves_what_was_published(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("layer", 3), ("num_rows", 9), ("num_experts", 4000), ("num_picks", 60000), ("x_dtype", 1), ("buffer", 4), ("flags", 1), ("seq", 9)],
+    [("layer", 3), ("num_rows", 9), ("num_experts", 4000), ("num_picks", 60000), ("x_dtype", 2), ("buffer", 4), ("flags", 1), ("seq", 9)],
 )
 def test_a_bad_descriptor_is_refused(pair: Pair, field: str, value: int) -> None:
     """The server checks its own copy of every field; a bad job is answered BAD_JOB and the lane stays up."""

@@ -7,99 +7,21 @@ from __future__ import annotations
 
 import ctypes
 import random
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 from kernels.python.errors import KernelError
-from kernels.python.pager import WORDS_BYTES, Pager, PagerDriver, PagerLayout, PagerPolicy
+from kernels.python.pager import WORDS_BYTES, Pager, PagerLayout, PagerPolicy
+from tests.tier.simulated_gpu import COMPUTE, COPY, SimulatedGpu
 
 LAYERS, EXPERTS, TOP_K, ROWS, STRIDE = 3, 12, 4, 8, 256
 OFFSETS = np.array([[0, 64, 128]] * LAYERS, np.int64)
-COMPUTE, COPY = 1, 2
-DEADLINE_S = 20.0
-
-
-class SimulatedGpu:
-    """Two streams. A thread takes the head of one or the other at random; a wait that does not hold keeps its stream standing."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._lock = threading.Condition()
-        self._streams: dict[int, deque[tuple[str, Callable[[], Any]]]] = {COMPUTE: deque(), COPY: deque()}
-        self._stop = False
-        self.refuse_copies = False
-        self.problems: list[str] = []
-        self.driver = PagerDriver(
-            PagerDriver.CONTEXT_GET(lambda _out: 0),
-            PagerDriver.CONTEXT_SET(lambda _context: 0),
-            PagerDriver.COPY_TO_HOST(
-                lambda to, source, size, stream: self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, size))
-            ),
-            PagerDriver.COPY_TO_DEVICE(self._copy_to_device),
-            PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "run", lambda: word(at).__setitem__(0, value))),
-            PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "wait", lambda: int(word(at)[0]) >= value)),
-        )
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _copy_to_device(self, to: int, source: int, size: int, stream: int) -> int:
-        if self.refuse_copies and size == STRIDE:
-            return 700
-        # In two halves: a reader in between would see a torn record.
-        half = size // 2
-        self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, half))
-        return self.enqueue(stream, "run", lambda: ctypes.memmove(to + half, source + half, size - half))
-
-    def enqueue(self, stream: int, kind: str, action: Callable[[], Any]) -> int:
-        with self._lock:
-            self._streams[stream].append((kind, action))
-            self._lock.notify_all()
-        return 0
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                ready = [s for s, queue in self._streams.items() if queue]
-                if self._stop and not ready:
-                    return
-                if not ready:
-                    self._lock.wait(0.05)
-                    continue
-                stream = self._random.choice(ready)
-                kind, action = self._streams[stream][0]
-            done = action()
-            if kind == "wait" and not done:
-                time.sleep(0.0001)
-                continue
-            with self._lock:
-                self._streams[stream].popleft()
-                self._lock.notify_all()
-
-    def synchronize(self) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        with self._lock:
-            while any(self._streams.values()):
-                assert time.monotonic() < deadline, "the simulated GPU stands still"
-                self._lock.wait(0.1)
-
-    def close(self) -> None:
-        self._stop = True
-        self._thread.join(DEADLINE_S)
-
-
-def word(address: int) -> Any:
-    return (ctypes.c_uint32 * 1).from_address(address)
 
 
 class World:
     def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None) -> None:
-        self.gpu = SimulatedGpu(seed)
+        self.gpu = SimulatedGpu(seed, STRIDE)
         self.host = np.random.default_rng(seed).integers(0, 256, (LAYERS * EXPERTS, STRIDE), np.uint8)
         self.slots = np.zeros((max(num_slots, 1), STRIDE), np.uint8)
         self.table = np.zeros((LAYERS, OFFSETS.shape[1], EXPERTS), np.int64)

@@ -1,0 +1,214 @@
+#include "cuda/device_lane.h"
+
+#include <algorithm>
+
+#include "tier/error.h"
+
+namespace glm53 {
+namespace {
+
+constexpr uint32_t kProbeRounds = 3;
+constexpr uint32_t kProbeExperts = 4;
+constexpr double kProbeBudgetUs = 250'000;  // big experts on a slow kernel: what was seen by then has to do
+constexpr uint16_t kHalfOne = 0x3C00;       // 1.0 in fp16
+constexpr int64_t kBellNs = 1'000'000;
+constexpr uint64_t kHoldOffNs = 500'000'000, kLongestHoldOffNs = 60'000'000'000;
+constexpr uint32_t kTrustedJobs = 64;  // served in a row: a server that was too slow is not any more
+
+double us_since(uint64_t start_ns) { return static_cast<double>(abi_now_ns() - start_ns) * 1e-3; }
+
+}  // namespace
+
+DeviceLane::DeviceLane(const PagerSpec& spec, const PagerFast& fast, const Arena& arena, Region& region)
+    : arena_(arena),
+      region_(region),
+      lane_(region, fast.heartbeat_timeout_ns, fast.job_timeout_ns),
+      top_k_(spec.top_k),
+      max_rows_(spec.max_rows),
+      region_on_device_(fast.region_on_device),
+      own_rows_(fast.own_rows),
+      own_rows_on_device_(fast.own_rows_on_device),
+      hold_off_ns_(kHoldOffNs) {
+  const AbiCtlHeader& words = region.words();
+  if (words.max_rows < spec.max_rows || words.max_picks < spec.max_rows * spec.top_k) {
+    throw Error(GLM53_INVALID, format("the control region holds %u rows and %u picks, steps have up to %u and %u", words.max_rows,
+                                      words.max_picks, spec.max_rows, spec.max_rows * spec.top_k));
+  }
+  if (words.num_buffers < 3) throw Error(GLM53_INVALID, "the control region needs 3 job buffers: two for steps, one for the probe");
+  if (words.arena_generation != arena.header().generation) {
+    throw Error(GLM53_MISMATCH, format("the control region belongs to arena generation 0x%llx, the arena has 0x%llx",
+                                       static_cast<unsigned long long>(words.arena_generation),
+                                       static_cast<unsigned long long>(arena.header().generation)));
+  }
+  pool_ = moe_pool_create(fast.variant, 1, nullptr, 0);
+  if (pool_ == nullptr) throw Error(GLM53_INVALID, moe_last_error());
+}
+
+DeviceLane::~DeviceLane() { moe_pool_destroy(pool_); }
+
+uint64_t DeviceLane::on_device(const void* in_region) const {
+  return region_on_device_ + static_cast<uint64_t>(static_cast<const uint8_t*>(in_region) - reinterpret_cast<uint8_t*>(&region_.words()));
+}
+
+uint64_t DeviceLane::x_on_device(uint64_t number) const { return on_device(region_.x(buffer_of(number))); }
+
+void DeviceLane::look(uint64_t now_ns) {
+  if (!lane_.up()) {
+    probed_ = false;
+    if (lane_.reason() == DownReason::kJobTimeout && lane_.since_ns() != slow_since_ns_) {
+      slow_since_ns_ = lane_.since_ns();
+      hold_until_ns_ = now_ns + hold_off_ns_;
+      hold_off_ns_ = std::min(2 * hold_off_ns_, kLongestHoldOffNs);
+      served_ = 0;
+    }
+  }
+  up_.store(lane_.up() && now_ns >= hold_until_ns_, std::memory_order_release);
+}
+
+bool DeviceLane::begin(uint64_t now_ns) {
+  if (held_ >= 0) lane_.release(static_cast<uint32_t>(held_));
+  held_ = -1;
+  abi_store(&region_.words().worker_beat, now_ns);
+  lane_.tick(now_ns);
+  look(now_ns);
+  return up();
+}
+
+void DeviceLane::watch(uint64_t now_ns) {
+  abi_store(&region_.words().worker_beat, now_ns);
+  lane_.check_lease(now_ns);
+  lane_.tick(now_ns);
+  look(now_ns);
+}
+
+bool DeviceLane::submit(uint64_t number, uint32_t layer, uint32_t rows, const std::vector<LaneExpert>& experts,
+                        const std::vector<uint32_t>& picks) {
+  job_.layer = layer;
+  job_.num_rows = rows;
+  job_.experts.clear();
+  job_.rows.clear();
+  job_.outs.clear();
+  for (const LaneExpert& e : experts) {
+    const uint32_t slot = layer * arena_.header().experts_per_layer + e.expert;
+    job_.experts.push_back({slot, arena_.generation_of(slot), static_cast<uint32_t>(job_.rows.size()), e.count});
+    for (uint32_t i = e.first; i < e.first + e.count; ++i) {
+      job_.rows.push_back(picks[i] / top_k_);
+      job_.outs.push_back(picks[i]);
+    }
+  }
+  buffer_ = buffer_of(number);
+  submitted_ns_ = abi_now_ns();
+  seq_ = lane_.submit_in_place(job_, buffer_, submitted_ns_);
+  return seq_ != 0;
+}
+
+DeviceLane::Answer DeviceLane::poll(uint64_t now_ns) {
+  bell_ = lane_.bell();
+  LaneResult result;
+  switch (lane_.poll(seq_, now_ns, &result)) {
+    case LaneClient::Poll::kPending:
+      return Answer::kPending;
+    case LaneClient::Poll::kDone:
+      held_ = result.buffer;
+      if (++served_ == kTrustedJobs) hold_off_ns_ = kHoldOffNs;
+      rows_on_device_ = on_device(result.rows);
+      job_us_ = us_since(submitted_ns_);
+      server_us_ = static_cast<double>(result.done_ns - result.claimed_ns) * 1e-3;
+      counters_.bytes += static_cast<uint64_t>(job_.experts.size()) * arena_.shape(job_.layer).record_bytes;
+      return Answer::kServed;
+    case LaneClient::Poll::kFailed:
+      break;
+  }
+  look(now_ns);
+  compute_here();
+  return Answer::kComputedHere;
+}
+
+void DeviceLane::compute_here() {
+  rows_on_device_ = own_rows_on_device_;
+  counters_.recomputed_picks += job_.rows.size();
+  ++counters_.recomputed_steps;
+  std::vector<MoeTask> tasks;
+  for (const AbiJobExpert& e : job_.experts) {
+    tasks.push_back({&arena_.shape(job_.layer), arena_.record(e.arena_slot), region_.x(buffer_), &job_.rows[e.first_pick], own_rows_,
+                     &job_.outs[e.first_pick], e.num_picks, MOE_DTYPE_F16});
+  }
+  if (moe_pool_run(pool_, tasks.data(), static_cast<uint32_t>(tasks.size())) != 0) {
+    throw Error(GLM53_INTERNAL, format("the kernel refused the CPU lane's tasks of layer %u: %s", job_.layer, moe_last_error()));
+  }
+}
+
+void DeviceLane::wait_for_bell() {
+  lane_.wait(bell_, kBellNs);
+  lane_.check_lease(abi_now_ns());
+}
+
+double DeviceLane::time_job(uint32_t experts, uint32_t rows) {
+  LaneJob job;
+  job.num_rows = rows;
+  for (uint32_t e = 0; e < experts; ++e) {
+    job.experts.push_back({e, arena_.generation_of(e), e * rows, rows});
+    for (uint32_t row = 0; row < rows; ++row) {
+      job.outs.push_back(static_cast<uint32_t>(job.rows.size()));
+      job.rows.push_back(row);
+    }
+  }
+  const uint32_t buffer = region_.words().num_buffers - 1;
+  const uint64_t start_ns = abi_now_ns();
+  const uint64_t seq = lane_.submit_in_place(job, buffer, start_ns);
+  if (seq == 0) return -1;
+  for (;;) {
+    const uint32_t seen = lane_.bell();
+    LaneResult result;
+    const LaneClient::Poll poll = lane_.poll(seq, abi_now_ns(), &result);
+    if (poll == LaneClient::Poll::kFailed) return -1;
+    if (poll == LaneClient::Poll::kDone) {
+      const double us = us_since(start_ns);
+      lane_.release(result.buffer);
+      return us;
+    }
+    lane_.wait(seen, kBellNs);
+    lane_.check_lease(abi_now_ns());
+  }
+}
+
+bool DeviceLane::probe(LaneRates* rates, const std::function<void()>& busy) {
+  probed_ = true;
+  const AbiCtlHeader& words = region_.words();
+  const uint32_t experts = std::min({kProbeExperts, arena_.header().experts_per_layer, words.max_picks / max_rows_});
+  uint16_t* x = reinterpret_cast<uint16_t*>(region_.x(words.num_buffers - 1));
+  std::fill(x, x + static_cast<size_t>(words.max_rows) * words.hidden, kHalfOne);
+  // [0]: one expert, one row; then all of them with 1, 2, 4 and 8 rows. The least of the rounds: what a job takes when nothing disturbs it.
+  constexpr uint32_t kRows[] = {1, 2, 4, 8};
+  double least[5] = {};
+  const uint64_t start_ns = abi_now_ns();
+  for (uint32_t round = 0; round < kProbeRounds && (round == 0 || us_since(start_ns) < kProbeBudgetUs); ++round) {
+    for (uint32_t i = 0; i < 5; ++i) {
+      busy();
+      const double us = time_job(i == 0 ? 1 : experts, std::min(i == 0 ? 1 : kRows[i - 1], words.max_rows));
+      if (us < 0) {
+        look(abi_now_ns());
+        return false;
+      }
+      least[i] = round == 0 ? us : std::min(least[i], us);
+    }
+  }
+  double one = least[0];
+  rates->job_us = 0;
+  if (experts > 1) {
+    one = std::max((least[1] - least[0]) / (experts - 1), 1e-3);
+    rates->job_us = std::max(least[0] - one, 0.0);
+  }
+  double at[4];
+  for (uint32_t i = 0; i < 4; ++i) at[i] = std::max((least[i + 1] - rates->job_us) / experts, i == 0 ? 1e-3 : at[i - 1]);
+  for (uint32_t rows = 1; rows <= 8; ++rows) {
+    const uint32_t i = rows <= 2 ? 0 : rows <= 4 ? 1 : 2;
+    const double share = static_cast<double>(rows - kRows[i]) / (kRows[i + 1] - kRows[i]);
+    rates->expert_us[rows - 1] = at[i] + share * (at[i + 1] - at[i]);
+  }
+  return true;
+}
+
+DeviceLane::Snapshot DeviceLane::snapshot() const { return {up(), lane_.reason(), lane_.since_ns(), lane_.counters(), counters_}; }
+
+}  // namespace glm53
