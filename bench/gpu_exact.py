@@ -26,7 +26,7 @@ import torch
 from bench import report, routing_trace
 from bench.gpu_exact_script import SCRIPTS, Script, compare, run
 from kernels.python.arena import Arena
-from services.gpu_worker.backends import cpu_arena
+from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo, chunk_end
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
@@ -139,7 +139,7 @@ def load_stock(exl3: Any, path: Path) -> Side:
 def make_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[Any]]:
     shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
     arena = Arena.create(str(path), shapes, checkpoint.config.n_routed_experts, checkpoint.hash)
-    cpu_arena.fill(checkpoint, shapes, arena, lambda _fraction, _what: None)
+    arena_fill.fill(checkpoint, shapes, arena, lambda _fraction, _what: None)
     arena.seal()
     return arena, shapes
 

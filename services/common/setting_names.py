@@ -53,6 +53,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_EC_RESERVE_GB",
         "GLM53_EXPERT_BACKEND",
         "GLM53_HEAT_FILE",
+        "GLM53_LOAD_THREADS",
         "GLM53_MAX_QUEUED",
         "GLM53_MAX_STREAMS",
         "GLM53_MODE",

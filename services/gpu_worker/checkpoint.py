@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,8 +94,11 @@ class Checkpoint:
         check_finite(self.files.entry(name), scales)
         return scales
 
-    def exl3_entry(self, key: str, inputs: int, outputs: int) -> Exl3Entry:
+    def exl3_entry(self, key: str, inputs: int, outputs: int, *, words: bool = True) -> Exl3Entry:
         """Checks one EXL3 linear's tensors.
+
+        Args:
+            words: False leaves the codebook's multiplier to `check_multiplier`: it is the one thing here that is read from the data.
 
         Raises:
             CheckpointError: names the tensor and its file.
@@ -125,29 +128,49 @@ class Checkpoint:
         self.files.expect(key + ".svh", (padded_out,), ("F16",))
         if key + ".bias" in self.files:
             raise CheckpointError(f"tensor {key}.bias in {self.files.entry(key + '.bias').file}: glm5_next linears have no bias")
-        return Exl3Entry(key, padded_in, padded_out, width // 16, self._codebook(key))
+        return Exl3Entry(key, padded_in, padded_out, width // 16, self._codebook(key, words=words))
 
-    def _codebook(self, key: str) -> int:
+    def _codebook(self, key: str, *, words: bool) -> int:
         present = [name for name in _MULTIPLIERS if f"{key}.{name}" in self.files]
         if len(present) == 2:
             raise CheckpointError(f"tensors {key}.mcg and {key}.mul1 are both present in {self.path}: the codebook is ambiguous")
         for name in present:
             tensor = f"{key}.{name}"
             entry = self.files.expect(tensor, self.files.entry(tensor).shape, ("I32", "U32"))
-            value = int(self.files.array(tensor).reshape(-1)[0]) & 0xFFFFFFFF
-            if entry.num_bytes != 4 or value != _MULTIPLIERS[name]:
+            if entry.num_bytes != 4:
                 raise CheckpointError(
-                    f"tensor {tensor} in {entry.file} is {value:#010x}: unsupported codebook, need {_MULTIPLIERS[name]:#010x}"
+                    f"tensor {tensor} in {entry.file} has shape {list(entry.shape)}: a codebook's multiplier is one number"
                 )
+            if words:
+                self.check_multiplier(key, self.files.raw)
             return CODEBOOK_MCG if name == "mcg" else CODEBOOK_MUL1
         return CODEBOOK_3INST
+
+    def check_multiplier(self, key: str, read: Callable[[str], NDArray[np.uint8]]) -> None:
+        """Refuses another multiplier than the two that can be decoded: the weights would be others.
+
+        Args:
+            read: the bytes of a tensor by its name.
+
+        Raises:
+            CheckpointError: names tensor, file and both values.
+        """
+        for name, wanted in _MULTIPLIERS.items():
+            tensor = f"{key}.{name}"
+            if tensor in self.files and (value := int.from_bytes(read(tensor).tobytes(), "little")) != wanted:
+                raise CheckpointError(
+                    f"tensor {tensor} in {self.files.entry(tensor).file} is {value:#010x}: unsupported codebook, need {wanted:#010x}"
+                )
 
     def expert_key(self, layer: int, expert: int, projection: str) -> str:
         """Storage name of one projection of one routed expert."""
         return f"{TEXT_PREFIX}layers.{layer}.mlp.experts.{expert}.{projection}_proj"
 
-    def expert_layout(self, layer: int) -> ExpertLayout:
-        """Checks all routed experts of a layer and returns what they share.
+    def expert_layout(self, layer: int, *, whole: bool = True) -> ExpertLayout:
+        """Checks what the files' headers say about all routed experts of a layer, and returns what these share.
+
+        Args:
+            whole: False looks at the first one alone, for records that were checked when they were read.
 
         Raises:
             CheckpointError: an expert is missing or damaged, is not in EXL3, or differs from its neighbours.
@@ -155,7 +178,7 @@ class Checkpoint:
         hidden, inter = self.config.hidden_size, self.config.moe_intermediate_size
         widths = {"gate": (hidden, inter), "up": (hidden, inter), "down": (inter, hidden)}
         first: ExpertLayout | None = None
-        for expert in range(self.config.n_routed_experts):
+        for expert in range(self.config.n_routed_experts if whole else 1):
             entries = {}
             for projection in PROJECTIONS:
                 key = self.expert_key(layer, expert, projection)
@@ -163,7 +186,7 @@ class Checkpoint:
                     raise CheckpointError(
                         f"tensor {key}.weight in {self.files.entry(key + '.weight').file}: routed experts must be quantised to EXL3"
                     )
-                entries[projection] = self.exl3_entry(key, *widths[projection])
+                entries[projection] = self.exl3_entry(key, *widths[projection], words=False)
             codebooks = {entry.codebook for entry in entries.values()}
             layout = ExpertLayout({p: e.k for p, e in entries.items()}, entries["gate"].codebook)
             first = first or layout
@@ -175,10 +198,9 @@ class Checkpoint:
         assert first is not None
         return first
 
-    def expert_parts(self, layer: int, expert: int) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-        """(part name, bytes) of one expert: ``gate_trellis``, ``gate_suh``, ``gate_svh``, then up, then down."""
+    def expert_tensors(self, layer: int, expert: int) -> Iterator[tuple[str, str]]:
+        """(part of a record, storage name of its tensor): ``gate_trellis``, ``gate_suh``, ``gate_svh``, then up, then down."""
         for projection in PROJECTIONS:
             key = self.expert_key(layer, expert, projection)
-            yield f"{projection}_trellis", self.files.raw(key + ".trellis")
-            for part in ("suh", "svh"):
-                yield f"{projection}_{part}", self._scales(f"{key}.{part}").view(np.uint8)
+            for part in ("trellis", "suh", "svh"):
+                yield f"{projection}_{part}", f"{key}.{part}"

@@ -1,16 +1,19 @@
 """Read-only view of a directory of safetensors files.
 
-Headers are parsed here and data is memory-mapped, so that a tensor's bytes are read once, straight into where they are needed, and so that
-a damaged file is named before anything is computed from it.
+Headers are parsed here, so that a damaged file is named before anything is computed from it. Small tensors are views of the mapped files;
+`TensorReader` reads the many bytes of routed experts straight to where they are needed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pathlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +39,8 @@ _MAX_HEADER_BYTES = 256 * 1024 * 1024
 _WHOLE_FILE_BYTES = 64 * 1024 * 1024
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
+_PIECE_BYTES = 1 << 20
+_HASHERS = 16
 
 
 @dataclass(frozen=True)
@@ -60,17 +65,20 @@ class SafetensorsDirectory:
     def __init__(self, model_dir: pathlib.Path) -> None:
         self.path = model_dir
         files = sorted(model_dir.glob("*.safetensors"))
+        self.paths = tuple(files)
         if not files:
             raise CheckpointError(f"{model_dir} has no .safetensors file")
         self._entries: dict[str, TensorEntry] = {}
         self._maps: dict[pathlib.Path, NDArray[np.uint8]] = {}
-        digest = hashlib.sha256()
+        starts = []
         for file in files:
             header, data_start = _read_header(file)
             self._add(file, header, data_start)
+            starts.append(data_start)
             self._maps[file] = np.memmap(file, np.uint8, "r")
-            _hash_file(digest, file.name, self._maps[file], data_start)
-        self.digest: bytes = digest.digest()
+        # Each file's samples lie far apart: what takes time is one read after the other.
+        with ThreadPoolExecutor(_HASHERS, thread_name_prefix="hash") as pool:
+            self.digest: bytes = hashlib.sha256(b"".join(pool.map(_hash_file, files, starts))).digest()
 
     def _add(self, file: pathlib.Path, header: dict[str, Any], data_start: int) -> None:
         size = file.stat().st_size
@@ -133,6 +141,72 @@ class SafetensorsDirectory:
         return entry
 
 
+class TensorReader:
+    """Reads tensors' bytes straight into other memory, from several threads at once: nothing of the files is mapped, so no page of theirs
+    counts to this process.
+
+    Args:
+        files: whose tensors.
+        keep_cached: False lets the system forget what was read, where files and their copy do not fit into memory together.
+
+    Raises:
+        CheckpointError: a file cannot be opened.
+    """
+
+    def __init__(self, files: SafetensorsDirectory, *, keep_cached: bool = True) -> None:
+        self._files = files
+        self._keep_cached = keep_cached
+        self._descriptors: dict[pathlib.Path, int] = {}
+        try:
+            for path in files.paths:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{error.filename} cannot be opened: {error.strerror}") from None
+
+    def into(self, name: str, out: NDArray[np.uint8]) -> None:
+        """Fills `out`, contiguous uint8 [num_bytes of the tensor].
+
+        Raises:
+            CheckpointError: missing, the file cannot be read or has become shorter; names tensor and file.
+        """
+        entry = self._files.entry(name)
+        if out.nbytes != entry.num_bytes:
+            raise ValueError(f"tensor {name} has {entry.num_bytes} bytes, there is room for {out.nbytes}")
+        descriptor, done, view = self._descriptors[entry.file], 0, out.data
+        while done < entry.num_bytes:
+            try:
+                count = os.preadv(descriptor, [view[done:]], entry.start + done)
+            except OSError as error:
+                raise CheckpointError(f"tensor {name} in {entry.file} cannot be read: {error.strerror}") from None
+            if count == 0:
+                raise CheckpointError(f"{entry.file} is truncated: tensor {name} ends at byte {entry.start + entry.num_bytes}")
+            done += count
+        if not self._keep_cached:
+            os.posix_fadvise(descriptor, entry.start, entry.num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """A small tensor's bytes. Raises as `into`."""
+        out = np.empty(self._files.entry(name).num_bytes, np.uint8)
+        self.into(name, out)
+        return out
+
+    def abandon(self) -> None:
+        """Leaves the files open for good: a thread hangs in a read of one."""
+        self._descriptors.clear()
+
+    def close(self) -> None:
+        """Closes the files; no thread may be reading."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
 def check_finite(entry: TensorEntry, values: NDArray[Any]) -> None:
     """Refuses NaN and infinities: one of them turns every answer into noise without any other sign.
 
@@ -173,12 +247,24 @@ def _entry(name: str, fields: Any, file: pathlib.Path, data_start: int) -> Tenso
     return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin)
 
 
-def _hash_file(digest: Any, name: str, data: NDArray[np.uint8], data_start: int) -> None:
-    """Name, size, header, and the contents whole or by samples: two checkpoints of one layout must not look alike."""
-    digest.update(f"{name}\0{data.size}\0".encode())
-    if data.size <= _WHOLE_FILE_BYTES:
-        digest.update(data.data)
-        return
-    digest.update(data[:data_start].data)
-    for start in np.linspace(data_start, data.size - _SAMPLE_BYTES, _NUM_SAMPLES).astype(np.int64):
-        digest.update(data[start : start + _SAMPLE_BYTES].tobytes())
+def _hash_file(file: pathlib.Path, data_start: int) -> bytes:
+    """Name, size, header, and the contents whole or by samples: two checkpoints of one layout must not look alike.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{file.name}\0{size}\0".encode())
+    try:
+        # Unbuffered: a sample is read as it is, without what lies around it.
+        with file.open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            whole = size if size <= _WHOLE_FILE_BYTES else data_start
+            for start in range(0, whole, _PIECE_BYTES):
+                digest.update(os.pread(stream.fileno(), min(_PIECE_BYTES, whole - start), start))
+            if whole < size:
+                for start in np.linspace(data_start, size - _SAMPLE_BYTES, _NUM_SAMPLES).astype(np.int64):
+                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, int(start)))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from None
+    return digest.digest()

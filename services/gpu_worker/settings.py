@@ -89,6 +89,13 @@ class GpuWorkerSettings(ServiceSettings):
         le=1_000_000,
         description="Memory for states of earlier prompts and answers, MiB; the next turn computes only what is new. 0: off.",
     )
+    load_threads: int = Field(
+        0,
+        validation_alias="GLM53_LOAD_THREADS",
+        ge=0,
+        le=256,
+        description="Threads that read the experts from the checkpoint; 0: one per processor, at most 16.",
+    )
     backend_threads: int = Field(
         1,
         validation_alias="GLM53_BACKEND_THREADS",

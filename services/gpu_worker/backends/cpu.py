@@ -23,8 +23,9 @@ from kernels.python.errors import KernelError, ShmInUse, ShmNoSpace, TierTimeout
 from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.region import Region
 from kernels.python.tier import TierEngine
+from services.common import memory
 from services.common.errors import ConfigError
-from services.gpu_worker.backends import cpu_arena, cpu_weights
+from services.gpu_worker.backends import arena_fill, cpu_arena, cpu_weights
 from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
@@ -175,7 +176,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     mode, mode_reason = resolve_mode(settings.mode)
     max_context = resolve_context(settings.context_tokens, checkpoint.config)
     note(0.0, "checking the experts")
-    shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
+    shapes = cpu_arena.expert_shapes(checkpoint)
     arena, arena_reason = open_arena(settings, checkpoint, shapes, lambda f, what: note(0.1 + 0.5 * f, what))
     weights = cpu_weights.load(checkpoint, lambda f, what: note(0.6 + 0.3 * f, what))
     note(0.9, "starting the tier engine")
@@ -253,8 +254,14 @@ def resolve_context(asked: int, config: TextConfig) -> int:
 
 
 def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape], note: Note) -> tuple[Arena, str]:
-    """The arena with every record in it, and how it came about."""
+    """The arena with every record in it, and how it came about.
+
+    Records that an earlier worker of the same checkpoint left are taken over as they are: their tensors were checked when they were read.
+    """
     path = segments.arena_path(settings.shm_dir, settings.instance)
+    left = os.path.exists(path)
+    if not left:
+        cpu_arena.check_experts(checkpoint)
     try:
         # All of the arena's pages are taken when it is made.
         with host.memory_on(settings.ct_numa_node) as placed:
@@ -272,13 +279,20 @@ def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list
     if arena.reattached:
         return arena, "re-attached: the records of an earlier worker are still in shared memory"
     try:
-        cpu_arena.fill(checkpoint, shapes, arena, note)
+        if left:
+            cpu_arena.check_experts(checkpoint)
+        arena_fill.fill(checkpoint, shapes, arena, note, threads=settings.load_threads, keep_cached=_files_fit(arena))
         arena.seal()
     except BaseException:
         # A half-filled arena has no name yet; closing gives its memory back.
         arena.close()
         raise
     return arena, f"loaded: {arena.note}" if arena.note else "loaded: no records in shared memory"
+
+
+def _files_fit(arena: Arena) -> bool:
+    """True when the system can keep the files' pages too, for the next start; the arena's own memory is taken already."""
+    return memory.read().host_available > arena.total_bytes
 
 
 def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: Literal["fast", "exact"]) -> Tiers:

@@ -69,7 +69,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
-    shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
+    shapes = cpu_arena.expert_shapes(checkpoint)
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
