@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.accept import read_body, ready_for, services_of
 from services.gateway.anthropic_answer import MessagesAnswer
-from services.gateway.anthropic_schema import CHAT_NAMES, CountBody, MessagesBody, chat_fields, check
+from services.gateway.anthropic_schema import CHAT_NAMES, CHAT_WORDS, CountBody, MessagesBody, chat_fields, check
 from services.gateway.chat import plan_chat, render
 from services.gateway.idempotency import once
 from services.gateway.run import respond
@@ -27,7 +27,7 @@ async def create_message(request: Request) -> Response:
         check(body)
         ready = await ready_for(request, body.model)
         settings = services_of(request).settings
-        with renaming(CHAT_NAMES):
+        with renaming(CHAT_NAMES, CHAT_WORDS):
             chat = parse(ChatRequest, chat_fields(body, may_turn_off=settings.thinking_off_policy != "reject"))
             plan = await plan_chat(chat, ready.info, ready.language, settings, request.state.request_id)
         made = MessagesAnswer(f"msg_{request.state.request_id}", ready.info.model_name, plan.parsers[0], plan.prompt_tokens)
@@ -43,7 +43,7 @@ async def count_tokens(request: Request) -> Response:
     check(body)
     ready = await ready_for(request, body.model)
     settings = services_of(request).settings
-    with renaming(CHAT_NAMES):
+    with renaming(CHAT_NAMES, CHAT_WORDS):
         chat = parse(ChatRequest, chat_fields(body, may_turn_off=settings.thinking_off_policy != "reject"))
         prompt = await render(chat, ready.language, settings)
     return JSONResponse({"input_tokens": len(prompt.token_ids)})

@@ -93,6 +93,15 @@ CHAT_NAMES = {
     "chat_template_kwargs": "thinking",
     "reasoning_effort": "thinking",
 }
+# The same inside paths and messages.
+CHAT_WORDS = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "chat_template_kwargs": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
 
 
 def check(body: CountBody) -> None:

@@ -29,6 +29,7 @@ from services.gateway.sampling import (
 from services.gateway.schemas import ChatRequest, NamedTool, SamplingFields
 from services.gateway.services import Job
 from services.gateway.settings import GatewaySettings
+from services.gateway.tool_check import check_tools
 from services.gateway.tool_schema import ToolSchemas
 from services.gateway.worker_client import Language
 
@@ -229,7 +230,9 @@ def _prefill(body: ChatRequest, messages: list[dict[str, Any]]) -> Prefill | Non
 def _demand(body: ChatRequest, language: Language) -> ToolDemand | None:
     """What tool_choice asks for; None for no tools."""
     choice = body.tool_choice
-    declared = [tool.function.name for tool in body.tools or []]
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
+    check_tools(tools)
+    declared = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, NamedTool) and choice.function.name not in declared:
         raise InvalidRequest(f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice")
     if choice == "required" and not declared:
@@ -238,7 +241,6 @@ def _demand(body: ChatRequest, language: Language) -> ToolDemand | None:
         return None
     if not language.vocabulary.has_tools:
         raise UnsupportedParameter("tools: this model's vocabulary has no tool-call tokens.", param="tools")
-    tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     several = body.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         return ToolDemand(tools, forced=True, several=False, only=choice.function.name)

@@ -15,10 +15,14 @@ from typing import Any, Literal
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.formats import ResponseFormat
+from services.gateway.lark import ANY_TEXT, json_rule, literal
+from services.gateway.numbers import finite, refuse_constant
 from services.gateway.prompt import PromptTail
+from services.gateway.schema_check import check_schema
+from services.gateway.schema_support import check_support, for_grammar
 from services.gateway.schemas import SamplingFields
 from services.gateway.tool_call import Tag
-from services.gateway.tool_grammar import ANY_TEXT, ToolGrammar, json_rule, literal
+from services.gateway.tool_grammar import DeclaredTool, ToolGrammar
 from services.gateway.worker_client import Language
 
 _BARE_SLASH = re.compile(r"(?<!\\)/")
@@ -68,9 +72,18 @@ class ToolDemand:
     only: str | None = None
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that a forced call may name."""
-        return [tool for tool in self.tools if self.only in (None, tool["function"]["name"])]
+    def callable_tools(self) -> list[DeclaredTool]:
+        """The tools that a call may name, and whether it must keep to their schemas."""
+        return [
+            DeclaredTool(
+                tool["function"]["name"],
+                tool["function"].get("parameters") or {},
+                f"tools[{index}].function.parameters",
+                must_hold=self.forced or bool(tool["function"].get("strict")),
+            )
+            for index, tool in enumerate(self.tools)
+            if self.only in (None, tool["function"]["name"])
+        ]
 
     @property
     def strict(self) -> bool:
@@ -95,6 +108,7 @@ def constraint_for(
         if found.param == "tools":
             return None
         raise UnsupportedParameter(f"{found.param} is not supported by this worker: it cannot constrain its output.", param=found.param)
+    found = spelled_out(found, language.tokenizer.control_ids)
     grammar = pb.Grammar()
     if found.kind == "any_json_object":
         grammar.any_json_object = True
@@ -106,6 +120,24 @@ def constraint_for(
         if demand is not None and demand.tools:
             grammar.not_before_token_ids.append(ids[Tag.CALL.value])
     return Constrained(grammar, found.param)
+
+
+def spelled_out(wanted: Wanted, ids: Mapping[str, int]) -> Wanted:
+    """The same form; where it holds the text of a control token, that text is written letter by letter.
+
+    What must come next is otherwise encoded by the tokenizer, which makes the control token of it.
+    """
+    if not any(text in wanted.text for text in ids):
+        return wanted
+    head = '%llguidance {"no_forcing": true}\n'
+    if wanted.kind == "json_schema":
+        text = f"start: {json_rule(json.loads(wanted.text))}\n"
+    elif wanted.kind == "regex":
+        text = f"start: FORM\nFORM: {_regex(wanted.text)}\n"
+    else:
+        text = wanted.text.removeprefix("%llguidance {}\n")
+        head = "" if "%llguidance" in text or "::=" in text else head
+    return Wanted("lark", head + text, wanted.param)
 
 
 def _with_tools(wanted: Wanted | None, demand: ToolDemand, language: Language) -> Wanted | None:
@@ -125,7 +157,7 @@ def _with_tools(wanted: Wanted | None, demand: ToolDemand, language: Language) -
         body, rules = "FORM", f"FORM: {_regex(wanted.text)}"
     else:
         schema = json.loads(wanted.text) if wanted.kind == "json_schema" else {"type": "object"}
-        body, rules = "form", f"form: {json_rule(schema, lenient=False)}"
+        body, rules = "form", f"form: {json_rule(schema)}"
     return Wanted("lark", grammar.calls_or(body, rules, several=demand.several), wanted.param)
 
 
@@ -170,7 +202,8 @@ def _form(name: str, value: Any, param: str) -> Wanted:
     if name == "json_object":
         return Wanted("any_json_object", "", param)
     if name == "json":
-        return Wanted("json_schema", _schema_text(value, param), param)
+        path = "structured_outputs.json" if param == "structured_outputs" else param
+        return Wanted("json_schema", _schema_text(value, param, path), param)
     if name == "regex":
         return Wanted("regex", value, param)
     if name == "choice":
@@ -179,24 +212,35 @@ def _form(name: str, value: Any, param: str) -> Wanted:
     return Wanted("lark", value, param)
 
 
-def _schema_text(schema: dict[str, Any] | str, param: str) -> str:
+def _schema_text(schema: dict[str, Any] | str, param: str, path: str) -> str:
     if isinstance(schema, str):
         try:
-            schema = json.loads(schema)
+            schema = json.loads(schema, parse_constant=refuse_constant, parse_float=finite)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{param}: the JSON schema is not valid JSON: {error}", param=param) from None
+            raise InvalidRequest(f"{path}: the JSON schema is not valid JSON: {error}", param=param) from None
         if not isinstance(schema, dict):
-            raise InvalidRequest(f"{param}: the JSON schema must be an object.", param=param)
-    return json.dumps(schema)
+            raise InvalidRequest(f"{path}: the JSON schema must be an object.", param=param)
+    kept = for_grammar(_checked(schema, param, path))
+    text = json.dumps(kept)
+    # A oneOf is held as an anyOf.
+    return json.dumps(kept | {"x-guidance": {"coerce_one_of": True}}) if '"oneOf"' in text else text
+
+
+def _checked(schema: dict[str, Any], param: str, path: str) -> dict[str, Any]:
+    check_schema(schema, path, param)
+    check_support(schema, path, param, "leave it out, and check it yourself")
+    return schema
 
 
 def _response_format(wanted: ResponseFormat, ids: Mapping[str, int]) -> Wanted:
     param = "response_format"
     if wanted.type == "json_schema":
         assert wanted.json_schema is not None
-        return Wanted("json_schema", json.dumps(wanted.json_schema.schema_), param)
+        return Wanted("json_schema", _schema_text(wanted.json_schema.schema_, param, f"{param}.json_schema.schema"), param)
     if wanted.type == "json_object":
-        return Wanted("any_json_object", "", param) if wanted.schema_ is None else _form("json", wanted.schema_, param)
+        if wanted.schema_ is None:
+            return Wanted("any_json_object", "", param)
+        return Wanted("json_schema", _schema_text(wanted.schema_, param, f"{param}.schema"), param)
     return Wanted("lark", _structural_tag(wanted, ids), param)
 
 
@@ -206,9 +250,9 @@ def _structural_tag(wanted: ResponseFormat, ids: Mapping[str, int]) -> str:
     names = []
     for number, trigger in enumerate(dict.fromkeys(wanted.triggers or [])):
         forms = []
-        for structure in wanted.structures or []:
+        for index, structure in enumerate(wanted.structures or []):
             if structure.begin.startswith(trigger):
-                schema = json_rule(structure.schema_, lenient=False)
+                schema = json_rule(_checked(structure.schema_, "response_format", f"response_format.structures[{index}].schema"))
                 forms.append(" ".join(filter(None, [literal(structure.begin.removeprefix(trigger)), schema, _written(structure.end, ids)])))
         if not forms:
             continue

@@ -17,7 +17,7 @@ from services.gateway.chat import plan_chat
 from services.gateway.errors import UnknownResponse
 from services.gateway.idempotency import once
 from services.gateway.responses_answer import ResponsesAnswer
-from services.gateway.responses_schema import CHAT_NAMES, ResponsesBody, chat_fields, check, echoed, messages_of
+from services.gateway.responses_schema import CHAT_NAMES, CHAT_WORDS, ResponsesBody, chat_fields, check, echoed, messages_of
 from services.gateway.run import respond
 from services.gateway.schemas import ChatRequest, parse, renaming
 from services.gateway.services import Job
@@ -40,7 +40,7 @@ async def create_response(request: Request) -> Response:
         # Instructions are of this response alone: the next one may bring others.
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages = earlier + own
-        with renaming(CHAT_NAMES):
+        with renaming(CHAT_NAMES, CHAT_WORDS):
             chat = parse(ChatRequest, chat_fields(body, system + messages))
             plan = await plan_chat(chat, ready.info, ready.language, services_of(request).settings, request.state.request_id)
         identity = Head(f"resp_{request.state.request_id}", ready.info.model_name, "")

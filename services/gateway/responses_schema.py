@@ -136,6 +136,15 @@ CHAT_NAMES = {
     "reasoning_effort": "reasoning",
     "max_tokens": "max_output_tokens",
 }
+# The same inside paths and messages.
+CHAT_WORDS = {
+    ".function.": ".",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
 
 
 def messages_of(items: str | list[Any]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from prometheus_client import Counter
@@ -218,11 +219,21 @@ _WRONG_TYPE = ("int_type", "float_type", "string_type", "bool_type", "list_type"
 
 
 @contextlib.contextmanager
-def renaming(params: Mapping[str, str]) -> Iterator[None]:
-    """Errors from inside name the fields as the client knows them: `params` maps our names to theirs."""
+def renaming(params: Mapping[str, str], words: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Errors from inside name the fields as the client knows them.
+
+    Args:
+        params: our names → theirs.
+        words: what stands in paths and messages → what stands there for the client; longer words before those that they contain.
+    """
     try:
         yield
     except InvalidRequest as error:
+        for ours, theirs in words.items():
+            word = re.compile((r"(?<![\w.])" if ours[0].isalnum() else "") + re.escape(ours) + (r"(?!\w)" if ours[-1].isalnum() else ""))
+            error.message = word.sub(theirs, error.message)
+            if error.param is not None and error.param not in params:
+                error.param = word.sub(theirs, error.param)
         if error.param is not None:
             error.param = params.get(error.param, error.param)
         raise

@@ -8,19 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.deltas import Message
-from services.gateway.parser import OutputParser, parse_all
-from services.gateway.prompt import PromptTail
-from services.gateway.tool_grammar import CallStyle, ToolGrammar, literal
-from services.gateway.tool_schema import ToolSchemas
+from services.gateway.lark import literal
 from tests.gateway.fake_worker import Fail, Finish, Say
-from tests.gateway.grammars import VOCAB, accepts, constraint, write
-from tests.gateway.language import IDS, VOCABULARY, piece
+from tests.gateway.grammars import VOCAB, accepts, constraint
+from tests.gateway.language import IDS, piece
 from tests.gateway.stack import Stack
 from tests.gateway.test_validation import check_error
 
@@ -49,7 +45,6 @@ WEATHER = {
     },
 }
 NOW = {"name": "now"}
-NOTHING = {"name": "nothing", "parameters": {"type": "object", "properties": {}}}
 
 
 def tools(*functions: dict[str, Any]) -> list[dict[str, Any]]:
@@ -172,44 +167,6 @@ def test_a_grammar_that_does_not_compile_names_the_clients_field(able: Stack, fi
     assert "because" in check_error(able.post(**fields, stream=streaming), param)["message"]
 
 
-def parsed(functions: list[dict[str, Any]], tokens: list[tuple[int, bytes]]) -> Message:
-    parser = OutputParser(VOCABULARY, PromptTail.CONTENT, ToolSchemas(tools(*functions)))
-    message = Message()
-    for delta in parse_all(parser, tokens, stopped=True):
-        message.add(delta)
-    return message
-
-
-@pytest.mark.parametrize("style", [CallStyle(), CallStyle("\n", "\n", "\n")], ids=["compact", "with line breaks"])
-def test_noise_becomes_calls_that_keep_to_their_schemas(style: CallStyle) -> None:
-    """Under the grammar of forced calls, any preferences of the model become complete calls with arguments of the right types."""
-    functions = [WEATHER, NOW, NOTHING]
-    text = ToolGrammar(tools(*functions), IDS, style).calls(several=True)
-    ended, seen = 0, set()
-    for seed in range(40):
-        tokens = write(pb.Grammar(lark=text), seed)
-        if tokens is None:
-            continue
-        ended += 1
-        message = parsed(functions, tokens)
-        assert message.content.strip() == ""
-        assert message.tool_calls
-        for call in message.tool_calls:
-            seen.add(call.name)
-            arguments = json.loads(call.arguments)
-            if call.name == "get_weather":
-                assert len(arguments["city"]) <= 12
-                assert 1 <= arguments["days"] <= 9
-                assert arguments["unit"] in ("celsius", "kelvin", 5, "5")
-                assert set(arguments["where"]) == {"x"}
-                assert set(arguments) <= set(WEATHER["parameters"]["properties"])
-                assert all(isinstance(tag, bool) for tag in arguments.get("tags", []))
-            elif call.name == "nothing":
-                assert arguments == {}
-    assert ended >= 30
-    assert seen == {"get_weather", "now", "nothing"}
-
-
 def test_required_is_constrained_in_the_models_own_format(able: Stack) -> None:
     """tool_choice required: calls of declared tools and nothing else, after the reasoning, which cannot end the answer."""
     able.play(Say("hm</think><tool_call>now</tool_call>"), Finish(pb.FINISH_REASON_GRAMMAR_END))
@@ -280,71 +237,6 @@ def test_thinking_off_constrains_at_once(able: Stack) -> None:
     choice = able.message(response_format={"type": "json_object"}, reasoning_effort="none")
     assert (choice["message"]["content"], choice["finish_reason"]) == ('{"n": 1}', "stop")
     assert able.worker.requests[-1].grammar.after_token_id == 0
-
-
-def test_references_elsewhere_and_odd_schemas_become_free_text() -> None:
-    """What cannot be carried into an argument's own schema leaves the value free instead of failing."""
-    odd = {
-        "name": "odd",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "object", "properties": {"c": {"$ref": "#/properties/a"}}}, "d": True},
-            "required": ["b", "d"],
-        },
-    }
-    text = ToolGrammar(tools(odd), IDS, CallStyle()).calls(several=False)
-    body = "<arg_key>b</arg_key><arg_value>anything</arg_value><arg_key>d</arg_key><arg_value></arg_value>"
-    assert accepts(pb.Grammar(lark=text), f"<tool_call>odd{body}</tool_call>")
-    assert not accepts(pb.Grammar(lark=text), "<tool_call>odd</tool_call>")
-
-
-_ODD_NAMES = ["", '"', "\\", "\n", "</think>", "<[5]>", "%json", "a b"]
-_NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(_ODD_NAMES)
-_VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | _NAMES
-_LEAVES = st.sampled_from(
-    [
-        {},
-        True,
-        {"type": "string"},
-        {"type": "integer"},
-        {"type": ["number", "null"]},
-        {"type": "boolean"},
-        {"type": "array", "items": {"type": "string"}},
-        {"type": "string", "minLength": 1, "maxLength": 3},
-        {"type": "string", "minLength": 5, "maxLength": 3},
-        {"type": "string", "maxLength": 10**9},
-        {"type": "string", "pattern": "^a+$", "format": "date"},
-        {"$ref": "#/$defs/A"},
-        {"$ref": "#/nowhere"},
-        {"anyOf": [{"type": "integer"}, {"type": "array"}]},
-        {"type": "integer", "description": "x", "default": 5, "examples": [1], "title": "t"},
-        "not a schema",
-        None,
-    ]
-)
-_SCHEMAS = st.recursive(
-    _LEAVES | st.builds(lambda values: {"enum": values}, st.lists(_VALUES, min_size=1, max_size=4)),
-    lambda inner: st.builds(lambda properties: {"type": "object", "properties": properties}, st.dictionaries(_NAMES, inner, max_size=3)),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    properties=st.dictionaries(_NAMES, _SCHEMAS, max_size=4),
-    required=st.lists(_NAMES, max_size=3),
-    style=st.sampled_from([CallStyle(), CallStyle("\n", "\n", "\n")]),
-)
-def test_any_tool_schema_gives_a_usable_grammar(properties: dict[str, Any], required: list[str], style: CallStyle) -> None:
-    """Whatever a client declares, the grammar compiles or is refused in words, and its calls can be begun."""
-    parameters = {"type": "object", "properties": properties, "required": required, "$defs": {"A": {"type": "integer"}}}
-    text = ToolGrammar(tools({"name": "odd", "parameters": parameters}), IDS, style).calls(several=True)
-    try:
-        usable = accepts(pb.Grammar(lark=text), "<tool_call>odd", whole=False)
-    except InvalidRequest:
-        # A value that is no schema at all is the client's error, and nothing else is.
-        usable = "not a schema" in str(properties) or "None" in str(properties)
-    assert usable
 
 
 @settings(max_examples=60, deadline=None)

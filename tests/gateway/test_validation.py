@@ -322,8 +322,6 @@ def test_an_unknown_field_is_logged_once(stack: Stack, caplog: pytest.LogCapture
         (b"", "application/json"),
         (b"  \n", "application/json"),
         (b"\xff\xfe\x00", "application/json"),
-        (b'{"temperature": NaN}', "application/json"),
-        (b'{"temperature": Infinity}', "application/json"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "application/json"),
         (b"[" * 100_000, "application/json"),
         (b'{"a":' * 100_000, "application/json"),
@@ -336,6 +334,52 @@ def test_bodies_that_are_no_json_object(stack: Stack, path: str, body: bytes, co
     """Whatever is not a JSON object is 400 invalid_json, never 500."""
     response = stack.http.post(path, content=body, headers={"Content-Type": content_type})
     assert check_error(response, None)["code"] == "invalid_json"
+
+
+EVERY_POST = {
+    CHAT: {"model": MODEL, "messages": HELLO},
+    TEXT: {"model": MODEL, "prompt": "a"},
+    "/v1/responses": {"model": MODEL, "input": "a"},
+    "/v1/messages": {"model": MODEL, "messages": HELLO, "max_tokens": 5},
+    "/v1/messages/count_tokens": {"model": MODEL, "messages": HELLO},
+    "/generate": {"text": "a"},
+    "/tokenize": {"prompt": "a"},
+    "/v1/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.mark.parametrize("path", EVERY_POST)
+@pytest.mark.parametrize(
+    ("field", "where"),
+    [
+        ('"temperature": @', "temperature"),
+        ('"metadata": {"a b": [1, {"c": @}]}', 'metadata["a b"][1].c'),
+        ('"tools": [{"function": {"parameters": {"minimum": @}}}]', "tools[0].function.parameters.minimum"),
+        ('"frobnicate": [@]', "frobnicate[0]"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e400", "Infinity"), ("-1e999", "-Infinity")],
+)
+def test_numbers_that_json_has_not_are_refused_by_their_place(
+    stack: Stack, path: str, field: str, where: str, number: str, name: str
+) -> None:
+    """NaN, the infinities and what a double cannot hold: in known fields and unknown ones, on every URL."""
+    text = json.dumps(EVERY_POST[path])[:-1] + ", " + field.replace("@", number) + "}"
+    response = stack.http.post(path, content=text.encode(), headers={"Content-Type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, where)
+    assert error["message"] == f"{where} is {name}, which is no number that JSON has or that a double holds."
+    assert not stack.worker.requests
+
+
+@pytest.mark.parametrize("number", ["-0.0", "-0", "1e-400", "0.1e1", "1E0"])
+def test_unusual_numbers_are_numbers(stack: Stack, number: str) -> None:
+    """A negative zero and what rounds to zero are in range where zero is."""
+    text = json.dumps(EVERY_POST[CHAT])[:-1] + f', "temperature": {number}}}'
+    assert stack.http.post(CHAT, content=text.encode(), headers={"Content-Type": "application/json"}).status_code == 200
+    assert stack.sampling.temperature == float(number)
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "APPLICATION/JSON", None])

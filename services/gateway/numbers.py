@@ -1,0 +1,43 @@
+"""Numbers that JSON has and numbers that it has not."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+from services.gateway.schema_places import written
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """For `json.loads(parse_constant=...)`: NaN and the infinities, which Python reads, are no JSON.
+
+    Raises:
+        ValueError: names it.
+    """
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def finite(text: str) -> float:
+    """For `json.loads(parse_float=...)`: a number as a double.
+
+    Raises:
+        ValueError: it is too large for one; it would become an infinity.
+    """
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is larger than a double can hold")
+    return value
+
+
+def place_of_infinity(value: Any) -> tuple[str, str] | None:
+    """Where a JSON value holds a number that is not finite, and how Python's reader calls it; None when all are."""
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        path, inner = waiting.pop()
+        if isinstance(inner, float) and not math.isfinite(inner):
+            return path.removeprefix("."), {math.inf: "Infinity", -math.inf: "-Infinity"}.get(inner, "NaN")
+        if isinstance(inner, dict):
+            waiting += [(written(path, name), child) for name, child in inner.items()]
+        elif isinstance(inner, list):
+            waiting += [(written(path, index), child) for index, child in enumerate(inner)]
+    return None

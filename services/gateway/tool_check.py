@@ -1,0 +1,71 @@
+"""Whether the tools that a request declares can be told apart and have sound schemas."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from services.common.errors import InvalidRequest
+from services.gateway.schema_check import check_schema
+from services.gateway.schema_places import target
+
+# Agents send the same tools with every request: what was sound stays so.
+_MAX_KNOWN = 4096
+_known: OrderedDict[bytes, None] = OrderedDict()
+
+
+def check_tools(tools: Sequence[dict[str, Any]]) -> None:
+    """Checks names and schemas.
+
+    Args:
+        tools: OpenAI's, of the right types.
+
+    Raises:
+        InvalidRequest: names the tool, or the place in its schema.
+    """
+    first: dict[str, int] = {}
+    for index, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        if name in first:
+            path = f"tools[{index}].function.name"
+            raise InvalidRequest(f"{path} is {name!r}, as of tools[{first[name]}]; calls could not tell them apart.", param=path)
+        first[name] = index
+    for index, tool in enumerate(tools):
+        parameters = tool["function"].get("parameters")
+        if parameters:
+            _check_parameters(parameters, f"tools[{index}].function.parameters")
+
+
+def _check_parameters(parameters: dict[str, Any], path: str) -> None:
+    key = _key(parameters)
+    if key is not None and key in _known:
+        _known.move_to_end(key)
+        return
+    check_schema(parameters, path)
+    _check_object(parameters, path)
+    if key is not None:
+        _known[key] = None
+        if len(_known) > _MAX_KNOWN:
+            _known.popitem(last=False)
+
+
+def _check_object(parameters: dict[str, Any], path: str) -> None:
+    """Arguments are named values: their schema is one of an object."""
+    schema: Any = parameters
+    while isinstance(schema, dict) and "type" not in schema and "$ref" in schema:
+        schema = (target(parameters, schema["$ref"]) or ((), None))[1]
+    kinds = schema.get("type", "object") if isinstance(schema, dict) else "object"
+    if kinds != "object" and "object" not in kinds:
+        raise InvalidRequest(f'{path}.type must be "object": a tool\'s arguments have names.', param=f"{path}.type")
+
+
+def _key(parameters: dict[str, Any]) -> bytes | None:
+    try:
+        return hashlib.blake2b(orjson.dumps(parameters), digest_size=16).digest()
+    except (TypeError, ValueError):
+        # Numbers that are beyond 64 bits, or nested too deeply for the encoder.
+        return None
