@@ -24,7 +24,6 @@ class GenerateOptions:
         top: top_logprobs_num.
         first: logprob_start_len, -1 for none of the prompt.
         texts: return_text_in_logprobs.
-        alone: one prompt and one choice: the answer is an object and not a list.
     """
 
     hidden: frozenset[int] = frozenset()
@@ -32,7 +31,6 @@ class GenerateOptions:
     top: int = 0
     first: int = -1
     texts: bool = False
-    alone: bool = True
 
 
 class GenerateAnswer:
@@ -41,16 +39,17 @@ class GenerateAnswer:
     Args:
         ids: of each choice.
         prompt_tokens: length of each choice's prompt.
-        options: how it is written.
+        options: how each is written.
+        alone: one prompt and one choice: the answer is an object and not a list.
     """
 
     wire = OPENAI
     num_rejected_calls = 0
     unclosed_reasoning = False
 
-    def __init__(self, ids: Sequence[str], prompt_tokens: Sequence[int], options: GenerateOptions) -> None:
-        self._options = options
-        self._choices = [_Choice(own_id, length, options) for own_id, length in zip(ids, prompt_tokens, strict=True)]
+    def __init__(self, ids: Sequence[str], prompt_tokens: Sequence[int], options: Sequence[GenerateOptions], *, alone: bool) -> None:
+        self._alone = alone
+        self._choices = [_Choice(*each) for each in zip(ids, prompt_tokens, options, strict=True)]
 
     def begin(self) -> list[dict[str, Any]]:
         """Nothing."""
@@ -74,11 +73,11 @@ class GenerateAnswer:
     def response(self) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole answer."""
         found = [choice.body() for choice in self._choices]
-        return found[0] if self._options.alone else found
+        return found[0] if self._alone else found
 
     def _event(self, choice: int) -> dict[str, Any]:
         body = self._choices[choice].body()
-        return body if self._options.alone else body | {"index": choice}
+        return body if self._alone else body | {"index": choice}
 
 
 class _Choice:

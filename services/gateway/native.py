@@ -11,16 +11,15 @@ from starlette.responses import JSONResponse, Response
 
 from services.common.errors import InvalidRequest, NotReady, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway import completions
-from services.gateway.accept import Ready, read_body, ready_for, services_of
+from services.gateway.accept import read_body, ready_for, services_of
 from services.gateway.chat import render
-from services.gateway.completion_answer import CompletionAnswer
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
+from services.gateway.generate_jobs import generate_job
 from services.gateway.idempotency import once
-from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from services.gateway.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
 from services.gateway.refusals import refuse_fields, refuse_unsupported
 from services.gateway.run import complete, respond
-from services.gateway.schemas import ChatRequest, CompletionRequest, parse, renaming
+from services.gateway.schemas import ChatRequest, parse
 from services.gateway.services import Job
 
 router = APIRouter()
@@ -31,13 +30,6 @@ _UNSUPPORTED = (
     "audio_data",
     "input_embeds",
 )
-# Names of sampling_params → those of /v1/completions.
-_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "no_stop_trim": "include_stop_str_in_output",
-    "sampling_seed": "seed",
-}
 # A server that gave a token so lately needs no probe.
 _RECENT_S = 10.0
 _PROBE_TIMEOUT_S = 20.0
@@ -52,7 +44,7 @@ async def generate(request: Request) -> Response:
         body = parse(GenerateBody, raw)
         _refuse(body)
         ready = await ready_for(request, None)
-        job = await _generate_job(body, ready, request.state.request_id)
+        job = await generate_job(body, ready, request.state.request_id)
         return await respond(request, services_of(request), job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -163,7 +155,7 @@ async def health_generate(request: Request) -> Response:
             priority=pb.PRIORITY_HIGH,
             queue_timeout_ms=int(_PROBE_TIMEOUT_S * 1000),
         )
-        answer = GenerateAnswer([probe.request_id], [len(probe.prompt_token_ids)], GenerateOptions())
+        answer = GenerateAnswer([probe.request_id], [len(probe.prompt_token_ids)], [GenerateOptions()], alone=True)
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await complete(request, services, Job([probe], answer))
@@ -177,50 +169,6 @@ def _refuse(body: GenerateBody) -> None:
         if (body.model_extra or {}).get(name) not in (None, False, []):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
     refuse_fields(body.model_extra)
-    refuse_fields(body.sampling_params.model_extra if body.sampling_params else None, "sampling_params")
-
-
-async def _generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job:
-    """The same jobs as /v1/completions, with SGLang's answer."""
-    sampling = body.sampling_params or NativeSampling()
-    known = sampling.model_dump(include=set(NativeSampling.model_fields), exclude_none=True)
-    fields = {_NAMES.get(name, name): value for name, value in known.items()}
-    first = -1 if body.logprob_start_len is None else body.logprob_start_len
-    scored = bool(body.return_logprob) and first >= 0
-    if sampling.max_new_tokens == 0 and not scored:
-        raise InvalidRequest("max_new_tokens 0 needs return_logprob and logprob_start_len 0 or more.", param="sampling_params")
-    names = dict.fromkeys(fields, "sampling_params") | {
-        "prompt": "input_ids" if body.text is None else "text",
-        "logprobs": "top_logprobs_num",
-    }
-    with renaming(names):
-        request = parse(
-            CompletionRequest,
-            {
-                **fields,
-                "model": ready.info.model_name,
-                "prompt": body.input_ids if body.text is None else body.text,
-                "logprobs": (body.top_logprobs_num or 0) if body.return_logprob else None,
-                "echo": scored,
-                "priority": body.priority,
-            },
-        )
-        job = await completions.prepare(request, ready.info, ready.language, request_id)
-    assert isinstance(job.answer, CompletionAnswer)
-    lengths = job.answer.prompt_lengths
-    options = GenerateOptions(
-        frozenset() if sampling.skip_special_tokens is False else ready.language.tokenizer.special_ids,
-        bool(body.return_logprob),
-        body.top_logprobs_num or 0,
-        first,
-        bool(body.return_text_in_logprobs),
-        alone=len(lengths) == 1 and not _is_batch(body),
-    )
-    own = body.rid or request_id
-    ids = [own if len(lengths) == 1 else f"{own}-{index}" for index in range(len(lengths))]
-    params = dict(job.params) | {"max_tokens": "sampling_params", "grammar": "sampling_params"}
-    return Job(job.requests, GenerateAnswer(ids, lengths, options), params)
-
-
-def _is_batch(body: GenerateBody) -> bool:
-    return isinstance(body.text, list) or (body.input_ids is not None and isinstance(body.input_ids[0], list))
+    several = isinstance(body.sampling_params, list)
+    for index, sampling in enumerate(body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]):
+        refuse_fields(sampling.model_extra if sampling is not None else None, f"sampling_params[{index}]" if several else "sampling_params")

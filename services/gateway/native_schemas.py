@@ -10,6 +10,9 @@ from services.gateway.formats import Body
 from services.gateway.schemas import TokenId
 
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Rid = Annotated[str, Field(min_length=1, max_length=128)]
+_Start = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+_Top = Annotated[int, Field(ge=0, le=20)]
 
 
 class NativeSampling(Body):
@@ -40,15 +43,15 @@ class NativeSampling(Body):
 
 
 class GenerateBody(Body):
-    """POST /generate."""
+    """POST /generate. Of several prompts, what may be a list has one entry for each, or is one value for all."""
 
     text: str | list[str] | None = None
     input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
-    sampling_params: NativeSampling | None = None
-    rid: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    return_logprob: bool | None = None
-    logprob_start_len: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    top_logprobs_num: Annotated[int, Field(ge=0, le=20)] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    rid: _Rid | list[_Rid] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: _Start | list[_Start] | None = None
+    top_logprobs_num: _Top | list[_Top] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None

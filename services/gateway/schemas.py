@@ -255,7 +255,9 @@ def parse(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
 
 def _readable(error: ValidationError) -> InvalidRequest:
     """The first thing that is wrong, in words and with its path."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    errors = error.errors(include_url=False, include_context=False)
+    # Of a field that may be one of several things, the one that the client came nearest to.
+    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
     location = [part for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
     field = str(location[0]) if location else "body"
@@ -269,9 +271,12 @@ def _readable(error: ValidationError) -> InvalidRequest:
     return kind(f"{path}: {message[:300]} (got {_shown(first['input'])}).", param=param)
 
 
+_BRANCHES = ("bool", "int", "str", "NamedChoice", "NamedTool", "NativeSampling")
+
+
 def _is_branch(part: str) -> bool:
     """True for what pydantic adds to a path to name the branch of a union."""
-    return part in ("str", "NamedTool") or part.startswith(("list[", "dict[", "literal[", "function-"))
+    return part in _BRANCHES or part.startswith(("list[", "dict[", "literal[", "function-", "constrained-"))
 
 
 def _shown(value: Any) -> str:

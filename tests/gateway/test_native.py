@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from tests.gateway.events import Streamed
-from tests.gateway.fake_worker import Fail, Finish, Say, Wait
+from tests.gateway.fake_worker import Fail, Finish, Say, Script, Wait
 from tests.gateway.language import IDS, encode
 from tests.gateway.stack import HELLO, MODEL, Stack, until
 from tests.gateway.test_validation import check_error
@@ -62,6 +62,80 @@ def test_generate_takes_batches(stack: Stack, prompts: dict[str, Any], n: int) -
     assert len({entry["meta_info"]["id"] for entry in answer}) == count
     streamed = Streamed.of(generate(stack, **prompts, sampling_params={"n": n}, stream=True).content)
     assert {event["index"] for event in streamed.chunks} == set(range(count))
+
+
+def test_each_prompt_may_have_its_own_parameters(stack: Stack) -> None:
+    """Lists of sampling_params, rid and the log-probability fields have one entry for each prompt; the rest counts for all."""
+    stack.play(Say("xy", logprobs=True), Finish())
+    answer = generate(
+        stack,
+        input_ids=[[5, 6], [7], [8]],
+        sampling_params=[{"temperature": 0.5, "stop": ["a"]}, {"max_new_tokens": 7, "sampling_seed": 3}, {"max_new_tokens": 0}],
+        rid=["one", "two", "three"],
+        return_logprob=[False, True, True],
+        logprob_start_len=[-1, -1, 0],
+        top_logprobs_num=[0, 2, 1],
+        return_text_in_logprobs=True,
+    ).json()
+    first, second = sorted(stack.worker.requests, key=lambda request: -len(request.prompt_token_ids))
+    assert (list(first.prompt_token_ids), first.sampling.temperature, list(first.sampling.stop)) == ([5, 6], 0.5, ["a"])
+    assert (first.sampling.max_tokens, first.sampling.logprobs) == (128, -1)
+    assert (list(second.prompt_token_ids), second.sampling.max_tokens, second.sampling.seed, second.sampling.logprobs) == ([7], 7, 3, 2)
+    assert not second.sampling.HasField("temperature")
+    assert [list(request.token_ids) for request in stack.worker.scored] == [[8]]
+    assert len({first.request_id, second.request_id, stack.worker.scored[0].request_id}) == 3
+    assert [entry["meta_info"]["id"] for entry in answer] == ["one", "two", "three"]
+    assert ["output_token_logprobs" in entry["meta_info"] for entry in answer] == [False, True, True]
+    assert len(answer[1]["meta_info"]["output_top_logprobs"][0]) == 2
+    assert [entry[1] for entry in answer[2]["meta_info"]["input_token_logprobs"]] == [8]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_lists_of_parameters_with_choices(stack: Stack, streaming: bool) -> None:
+    """Choices come in the order of the prompts, streamed by index, and a list of one gives a list of one."""
+    stack.worker.script_for = lambda request: Script([Say(f"{request.sampling.max_tokens}"), Finish()])
+    fields = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 3, "n": 2}, {"max_new_tokens": 4, "n": 2}], "rid": ["x", "y"]}
+    response = generate(stack, **fields, stream=streaming)
+    answer = response.json() if not streaming else list({chunk["index"]: chunk for chunk in Streamed.of(response.content).chunks}.values())
+    answer = answer if not streaming else sorted(answer, key=lambda chunk: chunk["index"])
+    assert [entry["text"] for entry in answer] == ["3", "3", "4", "4"]
+    assert [entry["meta_info"]["id"] for entry in answer] == ["x-0", "x-1", "y-0", "y-1"]
+    single = generate(stack, text=["a"], sampling_params=[{"max_new_tokens": 3}]).json()
+    assert [entry["text"] for entry in single] == ["3"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params", "sampling_params has 1 entries, but text has 2"),
+        ({"text": ["a", "b"], "sampling_params": []}, "sampling_params", "sampling_params has 0 entries, but text has 2"),
+        ({"text": "a", "sampling_params": [{}]}, "sampling_params", "sampling_params is a list, but text is one prompt"),
+        ({"input_ids": [5], "rid": ["x"]}, "rid", "rid is a list, but input_ids is one prompt"),
+        ({"input_ids": [[5], [6]], "rid": ["x"]}, "rid", "rid has 1 entries, but input_ids has 2"),
+        ({"text": ["a", "b"], "return_logprob": [True]}, "return_logprob", "return_logprob has 1 entries"),
+        ({"text": ["a", "b"], "logprob_start_len": [0] * 3}, "logprob_start_len", "logprob_start_len has 3 entries"),
+        ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num", "top_logprobs_num has 1 entries"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", "sampling_params: n must be the same"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"temperature": 9}]}, "sampling_params[1]", "sampling_params[1].temperature: "),
+        (
+            {"text": ["a", "b"], "sampling_params": [{}, {"min_new_tokens": -1}]},
+            "sampling_params[1]",
+            "sampling_params[1].min_new_tokens: ",
+        ),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]}, "sampling_params", "sampling_params[1].max_new_tokens: "),
+        ({"text": ["a", "b"], "sampling_params": [{}, 5]}, "sampling_params", "sampling_params[1]: "),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"stop_regex": "x"}]}, "sampling_params[1]", "sampling_params[1].stop_regex is not"),
+        ({"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": 0}]}, "sampling_params[1]", "sampling_params[1].max_new_tokens 0"),
+        ({"text": ["a", ""], "sampling_params": [{}, {}]}, "text", "text[1] must have at least one token"),
+        ({"text": "a", "sampling_params": {"temperature": 9}}, "sampling_params", "sampling_params.temperature: "),
+        ({"text": "a", "sampling_params": {"sampling_seed": "x"}}, "sampling_params", "sampling_params.sampling_seed: "),
+        ({"text": ["a"] * 200, "sampling_params": [{"n": 128}] * 200}, "text", "25600 choices are more than 1024"),
+    ],
+)
+def test_lists_of_parameters_are_checked(stack: Stack, fields: dict[str, Any], param: str, said: str) -> None:
+    """Lengths fit, and what is wrong is named with the prompt's number and SGLang's own name."""
+    assert check_error(generate(stack, **fields), param)["message"].startswith(said)
+    assert not stack.worker.requests
 
 
 def test_generate_gives_log_probabilities(stack: Stack) -> None:
