@@ -69,7 +69,7 @@ def test_each_prompt_may_have_its_own_parameters(stack: Stack) -> None:
     stack.play(Say("xy", logprobs=True), Finish())
     answer = generate(
         stack,
-        input_ids=[[5, 6], [7], [8]],
+        input_ids=[[5, 6], [7], [8, 9]],
         sampling_params=[{"temperature": 0.5, "stop": ["a"]}, {"max_new_tokens": 7, "sampling_seed": 3}, {"max_new_tokens": 0}],
         rid=["one", "two", "three"],
         return_logprob=[False, True, True],
@@ -82,12 +82,12 @@ def test_each_prompt_may_have_its_own_parameters(stack: Stack) -> None:
     assert (first.sampling.max_tokens, first.sampling.logprobs) == (128, -1)
     assert (list(second.prompt_token_ids), second.sampling.max_tokens, second.sampling.seed, second.sampling.logprobs) == ([7], 7, 3, 2)
     assert not second.sampling.HasField("temperature")
-    assert [list(request.token_ids) for request in stack.worker.scored] == [[8]]
+    assert [list(request.token_ids) for request in stack.worker.scored] == [[8, 9]]
     assert len({first.request_id, second.request_id, stack.worker.scored[0].request_id}) == 3
     assert [entry["meta_info"]["id"] for entry in answer] == ["one", "two", "three"]
     assert ["output_token_logprobs" in entry["meta_info"] for entry in answer] == [False, True, True]
     assert len(answer[1]["meta_info"]["output_top_logprobs"][0]) == 2
-    assert [entry[1] for entry in answer[2]["meta_info"]["input_token_logprobs"]] == [8]
+    assert [entry[1] for entry in answer[2]["meta_info"]["input_token_logprobs"]] == [8, 9]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
