@@ -185,12 +185,20 @@ class CudaExperts:
 
 
 def combine(
-    routing: Routing, hidden: int, y: int, out: int, *, other_y: int | None = None, shared: int | None = None, stream: int = 0
+    routing: Routing,
+    hidden: int,
+    y: int,
+    out: int,
+    *,
+    other_y: int | None = None,
+    other_from: int | None = None,
+    shared: int | None = None,
+    stream: int = 0,
 ) -> None:
     """Enqueues the weighted sum of rows that were computed in different places, with the bits of `CudaExperts.run`'s `out`.
 
     A pick whose expert has a record takes its row from y, any other valid pick from other_y (fp32 [rows * top_k, hidden], for example
-    mapped host memory that another lane has filled before the stream comes here).
+    mapped host memory that another lane has filled before the stream comes here). other_from: instead, the address of other_y's address.
     Raises ValueError naming the argument.
     """
     library = _signatures()
@@ -200,6 +208,7 @@ def combine(
         weights=routing.weights,
         y=y,
         other_y=other_y,
+        other_from=other_from,
         shared=shared,
         out=out,
         hidden=hidden,
@@ -210,6 +219,40 @@ def combine(
         weights_dtype=routing.weights_dtype,
     )
     if library.moe_cuda_combine(ctypes.byref(arguments), stream) != 0:
+        raise ValueError(library.moe_cuda_last_error().decode())
+
+
+def publish(
+    routing: Routing,
+    hidden: int,
+    *,
+    selected_to: int,
+    word: int,
+    value: int,
+    arrivals: int,
+    x: int | None = None,
+    x_to: int | None = None,
+    stream: int = 0,
+) -> None:
+    """Enqueues the copy of a step's picks (int64), and activations (fp16 [rows, hidden]), to mapped host memory; then word becomes value.
+
+    selected_to, x_to, word: device addresses of mapped host memory. arrivals: uint32 in VRAM, zeroed before the first use.
+    Raises ValueError naming the argument.
+    """
+    library = _signatures()
+    arguments = PublishArguments(
+        selected=routing.selected,
+        x=x,
+        selected_to=selected_to,
+        x_to=x_to,
+        arrivals=arrivals,
+        word=word,
+        value=value,
+        hidden=hidden,
+        rows=routing.rows,
+        top_k=routing.top_k,
+    )
+    if library.moe_cuda_publish(ctypes.byref(arguments), stream) != 0:
         raise ValueError(library.moe_cuda_last_error().decode())
 
 
@@ -227,12 +270,6 @@ def step_functions() -> StepFunctions:
     library = _signatures()
     names = ("moe_cuda_publish", "moe_cuda_run", "moe_cuda_combine")
     return StepFunctions(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
-
-
-def last_error() -> str:
-    """Why the last call of this thread was refused."""
-    text: bytes = _signatures().moe_cuda_last_error()
-    return text.decode()
 
 
 def why_not(shape: ExpertShape) -> str | None:

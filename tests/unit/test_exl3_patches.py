@@ -232,6 +232,23 @@ class Recorder:
     def before_single_expert(self, layer: int, expert: int) -> None:
         self.calls.append(("single", layer, expert))
 
+    def decode_step(self, layer: Any, stock: Any) -> Any:
+        return stock
+
+
+class OwnDecode(Recorder):
+    """Runs layer 1's decode steps itself."""
+
+    def decode_step(self, layer: Any, stock: Any) -> Any:
+        if layer.index != 1:
+            return stock
+
+        def run(y: Any, selected: Any, weights: Any) -> None:
+            self.calls.append(("own", y, selected, weights))
+            stock(y, selected, "no weights")
+
+        return run
+
 
 def test_dispatch_tells_every_layer_and_changes_no_result() -> None:
     """Both ends of a layer and the paths that read tensors are reported with the layer's index; undo leaves stock's methods."""
@@ -252,3 +269,18 @@ def test_dispatch_tells_every_layer_and_changes_no_result() -> None:
     assert mlp.cpu_split_first is None
     assert mlp.bc is compiled
     assert mlp.cpu_split_combine("final") == "stock"
+
+
+def test_a_residency_may_run_decode_steps_itself() -> None:
+    """Its function takes the place of stock's, which it may still call; other layers and other kernels stay stock's."""
+    model, _ = make_model()
+    layers = expert_load.find_moe_layers(model, FakeBlock)
+    residency = OwnDecode()
+    with Replacements() as replaced:
+        dispatch.install(replaced, layers, residency)
+        layers[0].mlp.bc.run_bszN("y", "sel", "w")
+        assert residency.calls == []
+        assert layers[0].mlp.bc.calls == ["bszN"]
+        layers[1].mlp.bc.run_bszN("y", "sel", "w")
+        assert residency.calls == [("own", "y", "sel", "w")]
+        assert layers[1].mlp.bc.calls == ["bszN"]

@@ -6,13 +6,17 @@ instead of the tables; they are reached through the layer's compiled object, whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from services.gpu_worker.patches.expert_load import MoeLayer
 from services.gpu_worker.patches.replace import Replacements
 
 NAME = "dispatch"
+
+
+# (activations fp16 [rows, hidden], selected int64 [rows, top_k], weights fp16 [rows, top_k])
+DecodeStep = Callable[[Any, Any, Any], None]
 
 
 class Residency(Protocol):
@@ -30,15 +34,22 @@ class Residency(Protocol):
         """The next kernel reads this expert's tensors, not the tables."""
         ...
 
+    def decode_step(self, layer: MoeLayer, stock: DecodeStep) -> DecodeStep:
+        """What runs a decode step (up to 8 rows) of this layer's experts instead of `stock`, or `stock` itself.
+
+        Same arguments, same place of the result: float32 rows in the layer's `experts_cfg.out_bszn`.
+        """
+        ...
+
 
 class CompiledLayer:
     """The layer's compiled object with a call before the kernels that read tensors."""
 
-    def __init__(self, compiled: Any, layer: int, residency: Residency) -> None:
+    def __init__(self, compiled: Any, layer: MoeLayer, residency: Residency) -> None:
         self._compiled = compiled
-        self._layer = layer
+        self._layer = layer.index
         self._residency = residency
-        self.run_bszN = compiled.run_bszN
+        self.run_bszN = residency.decode_step(layer, compiled.run_bszN)
 
     def run_single_expert(self, state: Any, expert: int) -> Any:
         """As the compiled object's, from wherever the expert's bytes are."""
@@ -71,5 +82,5 @@ def install(replacements: Replacements, layers: Iterable[MoeLayer], residency: R
 
         replacements.set(mlp, "cpu_split_submit", submit)
         replacements.set(mlp, "cpu_split_combine", combine)
-        replacements.set(mlp, "bc", CompiledLayer(mlp.bc, index, residency))
+        replacements.set(mlp, "bc", CompiledLayer(mlp.bc, layer, residency))
         replacements.set(mlp, "cpu_split_first", 0)

@@ -1,7 +1,8 @@
 """Moves routed experts between host and VRAM, and keeps every address of theirs right. `before_experts` is where a pass meets it.
 
 Decode (rows <= 8) has two ways. `on_demand`: the device waits at each layer until the pager has copied what is missing into slots (ADMIT),
-or decided to read it in place (ZERO_COPY); see on_demand.py. Without it nothing waits: a record in a slot is read there (HIT), any other in
+or decided to read it in place (ZERO_COPY); see on_demand.py. `fast` is that with kernels of our own and the CPU lane; see fast.py. Without
+both nothing waits: a record in a slot is read there (HIT), any other in
 pinned host memory. What was picked is copied to the host behind the router; between two steps the placement decides what to admit, the
 copies run on a stream of their own beside the next step, and a record counts as resident when a later look finds its copy done.
 
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 
 from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.base import VerifyReport
+from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
+from services.gpu_worker.patches.dispatch import DecodeStep
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
@@ -42,6 +45,7 @@ class ExpertOptions:
     stage_min_rows: int = 64  # shorter prefills read what is missing in place
     on_demand: bool = False  # copy misses within the step
     pager: PagerPolicy = field(default_factory=PagerPolicy)
+    fast: FastSetup | None = None  # decode on the integer kernels, with the CPU lane; needs no `on_demand`
 
 
 @dataclass
@@ -97,11 +101,13 @@ class ExpertStore:
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
         self._tensors_at = self._where.copy()
         self._copy_stream = torch.cuda.Stream(table.device)
-        self._on_demand = (
-            OnDemand(records, table, self._slots, DECODE_ROWS, top_k, self._copy_stream, self.options.pager)
-            if self.options.on_demand and num_slots
-            else None
-        )
+        self._fast: FastSteps | None = None
+        self._on_demand: OnDemand | None = None
+        memory = (records, table, self._slots, DECODE_ROWS, top_k, self._copy_stream, self.options.pager)
+        if self.options.fast is not None:
+            self._on_demand = self._fast = FastSteps(self.options.fast, *memory)
+        elif self.options.on_demand and num_slots:
+            self._on_demand = OnDemand(*memory)
         self._landings: list[Landing] = []
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
@@ -168,7 +174,13 @@ class ExpertStore:
                     getattr(linears[expert].inner, part).set_(source)
         self._tensors_at[layer, expert] = slot
 
+    def decode_step(self, layer: MoeLayer, stock: DecodeStep) -> DecodeStep:
+        """What runs a decode step of the layer: exllamav3's own kernels, or in `fast` ours."""
+        return stock if self._fast is None else self._fast.decode_step(layer, stock)
+
     def _note_picks(self, layer: int, rows: int, selected: Any) -> None:
+        if self._fast is not None:
+            return  # the step publishes its picks itself
         if self._on_demand is not None:
             self._on_demand.step(layer, rows, selected)
             return
@@ -439,6 +451,7 @@ class ExpertStore:
             "slots_used": int(np.count_nonzero(pager.where() != NONE)),
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
+            **(self._fast.stats() if self._fast is not None else {}),
         }
 
     def verify(self) -> VerifyReport:

@@ -68,7 +68,10 @@ class OnDemand:
             words_device=records.on_device(self._words),
             copy_stream=copy_stream.cuda_stream,
         )
-        self._pager = Pager(layout, records.offsets, policy)
+        self._pager = self._start(layout, records, policy)
+
+    def _start(self, layout: PagerLayout, records: PinnedRecords, policy: PagerPolicy | None) -> Pager:
+        return Pager(layout, records.offsets, policy)
 
     def step(self, layer: int, rows: int, selected: torch.Tensor) -> None:
         """Enqueues request and wait of a layer step behind its router."""
