@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kernels.python.expert import Variant
 from services.common.errors import ConfigError
-from services.gpu_worker.backends.exl3 import loader
+from services.gpu_worker.backends.exl3 import fast_setup, loader
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
 
@@ -64,9 +65,38 @@ def test_the_context_is_bounded_by_model_and_cache() -> None:
 
 def test_modes_that_a_gpu_does_not_serve_are_refused() -> None:
     """By name."""
-    assert loader.resolve_mode("auto")[0] == loader.resolve_mode("exact")[0] == "exact"
-    with pytest.raises(ConfigError, match="GLM53_MODE=fast is not served on the GPU"):
-        loader.resolve_mode("fast")
+    for mode in ("nvme", "nvme-exact"):
+        with pytest.raises(ConfigError, match=f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast"):
+            loader.resolve_mode(mode, "")
+
+
+def test_fast_falls_back_to_exact_and_says_why() -> None:
+    """A mode that was asked for and cannot be served is named with its reason; auto takes exact."""
+    assert loader.resolve_mode("auto", "")[0] == loader.resolve_mode("exact", "")[0] == "exact"
+    assert loader.resolve_mode("fast", "") == ("fast", "asked for")
+    assert loader.resolve_mode("fast", "this GPU has 75") == ("exact", "fast was asked for and is not possible: this GPU has 75")
+
+
+def test_the_settings_reach_the_lane(tmp_path: Path) -> None:
+    """Overrides, timeout and instruction set; without cpu_expert there is no control region."""
+    settings = GpuWorkerSettings.load(
+        {
+            "GLM53_CT_A": "1.5",
+            "GLM53_CT_B": "2.5",
+            "GLM53_CT_TZC": "3.5",
+            "GLM53_CT_TIMEOUT_MS": "123",
+            "GLM53_CT_ISA": "scalar",
+            "GLM53_EXPERT_BACKEND": "in_process",
+            "GLM53_SHM_DIR": str(tmp_path),
+        }
+    )
+    arena: Any = None
+    setup = fast_setup.make(settings, arena, 8)
+    assert setup.region is None
+    assert (setup.options.costs.ct_a_us, setup.options.costs.ct_b_us, setup.options.costs.ct_tzc_us) == (1.5, 2.5, 3.5)
+    assert setup.options.job_timeout_ms == 123
+    assert setup.options.variant == Variant.SCALAR
+    assert not list(tmp_path.iterdir())
 
 
 class FakeConfig:

@@ -8,9 +8,10 @@
     placement.py  which record is in which slot, and which should be
     on_demand.py  the pager, which copies misses within the step
     fast.py       decode steps on the integer kernels, shared with cpu_expert
+    fast_setup.py from the settings to it
     first_launches.py  of the integer kernels, and what they take
     heat_file.py  how hot experts are, kept over restarts
 
-Only loader.py, backend.py, records.py, experts.py, on_demand.py, fast.py and
-first_launches.py import torch.
+Only loader.py, backend.py, records.py, experts.py, on_demand.py, fast.py,
+fast_setup.py and first_launches.py import torch.
 """

@@ -12,12 +12,12 @@ import torch
 
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
-from kernels.python.expert import ExpertShape
+from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
-from services.gpu_worker.backends.exl3 import heat_file
+from services.gpu_worker.backends.exl3 import fast_setup, heat_file
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
@@ -37,6 +37,10 @@ DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
 DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
 AUTO_IN_STEP = False
+KERNEL_REASONS = {
+    "exact": "exact: the decode and prefill kernels are exllamav3's own",
+    "fast": "fast: decode steps run where their experts are, with the same bits everywhere; prefill is exllamav3's own",
+}
 
 
 @dataclass
@@ -65,11 +69,12 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         ConfigError: a setting, exllamav3 or the machine does not fit.
     """
     upstream.check()
-    mode, mode_reason = resolve_mode(settings.mode)
+    resolve_mode(settings.mode, "")  # before anything slow
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
     shapes = cpu_arena.expert_shapes(checkpoint)
+    mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes) if settings.mode == "fast" else "")
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
@@ -85,6 +90,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         PlacementOptions(admit_after=settings.ec_admit_after),
         on_demand=settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP),
         pager=PagerPolicy(admit_after=settings.ec_admit_after),
+        fast=fast_setup.make(settings, arena, checkpoint.config.num_experts_per_tok) if mode == "fast" else None,
     )
     store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
     heat = keep_heat(settings.heat_file, checkpoint.hash, store, slots, loaded.records.num_records)
@@ -97,9 +103,9 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         device_reason=f"{device_reason}; {torch.cuda.get_device_name(DEVICE)}",
         mode=mode,
         mode_reason=mode_reason,
-        kernel_variant=f"{upstream.PACKAGE} {upstream.VERSION}",
-        kernel_reason="exact: the decode and prefill kernels are exllamav3's own",
-        arithmetic_version=0,
+        kernel_variant=f"{upstream.PACKAGE} {upstream.VERSION}" + (", decode on integer kernels" if mode == "fast" else ""),
+        kernel_reason=KERNEL_REASONS[mode],
+        arithmetic_version=kernel_info().arithmetic_version if mode == "fast" else 0,
         abi_version=ABI_VERSION,
         arena=arena_reason,
         chunk_size=chunk,
@@ -159,7 +165,10 @@ def make_store(
     Args:
         into: takes the hooks' undo; None: the model's own, for good.
     """
-    store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
+    try:
+        store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"the expert store does not start: {error}", param="GLM53_MODE") from error
     dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)
     return store
 
@@ -262,8 +271,12 @@ def spread(num_slots: int, num_records: int) -> list[int]:
     return [slot * num_records // num_slots for slot in range(num_slots)]
 
 
-def resolve_mode(mode: str) -> tuple[Literal["exact"], str]:
+def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str]:
     """The mode that is served, and why.
+
+    Args:
+        mode: GLM53_MODE.
+        problem: why decode cannot run on the integer kernels, or "".
 
     Raises:
         ConfigError: a mode that the GPU backend does not have.
@@ -272,7 +285,9 @@ def resolve_mode(mode: str) -> tuple[Literal["exact"], str]:
         return "exact", "auto: the GPU backend serves exact"
     if mode == "exact":
         return "exact", "asked for"
-    raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto or exact", param="GLM53_MODE")
+    if mode == "fast":
+        return ("exact", f"fast was asked for and is not possible: {problem}") if problem else ("fast", "asked for")
+    raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast", param="GLM53_MODE")
 
 
 def resolve_chunk(settings: GpuWorkerSettings) -> int:
