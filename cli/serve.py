@@ -66,6 +66,8 @@ class Supervisor:
         self._services = [Service(service, argv, child_env) for service, argv in (commands or default_commands()).items()]
         self._liveness = self._watched(child_env)
         self._began = time.monotonic()
+        self._moved = self._began  # when loading last got on
+        self._last_health: tuple[object, object] = (None, None)
         self._announced = False
         self._last_step = ""
 
@@ -158,13 +160,15 @@ class Supervisor:
         if health.get("broken"):
             log.error("cannot serve this checkpoint: %s", health.get("reason"))
             return ExitCode.BOOT
-        step = loading_step(health)
+        step, seen = loading_step(health), (health.get("progress"), health.get("step"))
+        if seen != self._last_health:
+            self._last_health, self._moved = seen, time.monotonic()
         if step and step != self._last_step:
             self._last_step = step
             log.info("loading: %s", step)
-        if time.monotonic() - self._began > self._settings.boot_timeout_s:
+        if time.monotonic() - self._moved > self._settings.boot_timeout_s:
             log.error(
-                "not ready after %g s (GLM53_BOOT_TIMEOUT_S); last step: %s",
+                "not ready, and no progress for %g s (GLM53_BOOT_TIMEOUT_S); last step: %s",
                 self._settings.boot_timeout_s,
                 step or health.get("reason") or "unknown",
             )

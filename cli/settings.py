@@ -36,7 +36,7 @@ class ServeSettings(ServiceSettings):
         600.0,
         validation_alias="GLM53_BOOT_TIMEOUT_S",
         gt=0,
-        description="Seconds until a service that is not ready counts as failed.",
+        description="Seconds without any progress until services that are not ready count as failed.",
     )
     drain_timeout_s: float = Field(
         30.0,
