@@ -66,6 +66,7 @@ class SafetensorsDirectory:
         self.path = model_dir
         files = sorted(model_dir.glob("*.safetensors"))
         self.paths = tuple(files)
+        _check_index(model_dir, files)
         if not files:
             raise CheckpointError(f"{model_dir} has no .safetensors file")
         self._entries: dict[str, TensorEntry] = {}
@@ -218,10 +219,26 @@ def check_finite(entry: TensorEntry, values: NDArray[Any]) -> None:
         raise CheckpointError(f"tensor {entry.name} in {entry.file} has values that are no finite numbers: the file is damaged")
 
 
+def _check_index(model_dir: pathlib.Path, files: list[pathlib.Path]) -> None:
+    """Names a shard that the folder's index lists and that is not there. A folder needs no index."""
+    index = model_dir / "model.safetensors.index.json"
+    try:
+        named = set(map(str, json.loads(index.read_text())["weight_map"].values()))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} cannot be used: {error!r}") from None
+    for name in sorted(named - {file.name for file in files}):
+        raise CheckpointError(f"{model_dir / name} is missing: {index} names it")
+
+
 def _read_header(file: pathlib.Path) -> tuple[dict[str, Any], int]:
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        first = stream.read(8)
+        length = int.from_bytes(first, "little")
+        if first == b"version ":
+            raise CheckpointError(f"{file} is a pointer of Git LFS, not the file itself: fetch it (git lfs pull)")
         if size < 8 or 8 + length > size or length > _MAX_HEADER_BYTES:
             raise CheckpointError(f"{file} is truncated or not a safetensors file: header of {length} bytes, file of {size}")
         text = stream.read(length)

@@ -21,7 +21,7 @@ from services.common.lifecycle import ExitCode, ServiceState
 from services.common.memory import MemoryCollector
 from services.common.ops_http import OpsAnswers, OpsServer, Verdict
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
-from services.gpu_worker import convert
+from services.gpu_worker import convert, download
 from services.gpu_worker.backends.base import Backend
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.detok import TokenTable
@@ -155,6 +155,8 @@ class Worker:
 
     def _load(self) -> None:
         settings, note = self._settings, self._note
+        if download.ensure(settings, lambda fraction, step: self._note(fraction / 2, step)):
+            note = self._note_second_half
         note(0.0, "reading the checkpoint's headers")
         checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
         config = checkpoint.config
@@ -180,6 +182,9 @@ class Worker:
         if self._stop.is_set():
             raise Cancelled("told to stop while loading")
         self.status.note(fraction, step)
+
+    def _note_second_half(self, fraction: float, step: str) -> None:
+        self._note(0.5 + fraction / 2, step)
 
     def serve_with(self, backend: Backend, tokens: TokenTable, facts: ModelFacts) -> None:
         """Starts the engine's thread over a loaded backend."""
