@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
+from services.common import otel
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
 from services.gateway import admin, anthropic, errors, native, openapi, responses, routes, tracing
 from services.gateway.access.admission import AccessPolicy
@@ -84,7 +85,7 @@ def create_app(
             if services.link is not None:
                 await services.link.close()
             if traces is not None:
-                await tracing.shut_down(traces)
+                await otel.shut_down(traces)
 
     app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY)
     app.state.services = services

@@ -23,8 +23,9 @@ def room_for_answer(prompt_tokens: int, max_context: int, param: str) -> int:
     """
     if prompt_tokens >= max_context:
         raise ContextLengthExceeded(
-            f"This model's context is {max_context} tokens, but the prompt has {prompt_tokens} and leaves no room for an "
-            "answer. Shorten it.",
+            # LiteLLM and agents tell this error from others by the first two phrases, and shorten or choose another model then.
+            f"The prompt is too long: this model's maximum context length is {max_context} tokens, but the prompt has {prompt_tokens} and "
+            "leaves no room for an answer. Shorten it.",
             param=param,
         )
     return max_context - prompt_tokens

@@ -5,13 +5,12 @@ Prompts and answers are never part of a span. A caller's `traceparent` is contin
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import ConfigError
+from services.common import otel
 from services.common.trace_context import traceparent_var
 from services.gateway.access.control import OPEN_PATHS
 
@@ -19,30 +18,11 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 _SERVICE = "glm53-gateway"
-_EXPORT_TIMEOUT_S = 5
-_MAX_QUEUED_SPANS = 2048
 
 
 def provider_for(endpoint: str) -> TracerProvider:
-    """Sends spans to an OTLP/HTTP endpoint in the background; what it cannot take is dropped.
-
-    Args:
-        endpoint: http://collector:4318/v1/traces.
-
-    Raises:
-        ConfigError: the extra is not installed.
-    """
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError:
-        raise ConfigError("GLM53_OTLP_ENDPOINT needs the optional packages: pip install '.[otel]'", param="GLM53_OTLP_ENDPOINT") from None
-    provider = TracerProvider(resource=Resource.create({"service.name": _SERVICE}))
-    exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED_SPANS))
-    return provider
+    """Sends the gateway's spans to an OTLP/HTTP endpoint. Raises as `otel.provider_for`."""
+    return otel.provider_for(endpoint, _SERVICE)
 
 
 class TraceRequests:
@@ -114,8 +94,3 @@ def _attributes(state: dict[str, Any]) -> dict[str, str | int | float]:
             "glm53.decode_s": max(finished.decode_s for finished in done),
         }
     return found
-
-
-async def shut_down(provider: TracerProvider) -> None:
-    """Sends what is left; takes at most as long as one export may."""
-    await asyncio.to_thread(provider.shutdown)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
+from services.common.trace_context import trace_id_of
 from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
@@ -390,7 +391,7 @@ class EngineLoop:
                 "prompt_tokens": len(request.spec.prompt),
                 "completion_tokens": request.num_generated,
                 "total_s": round(request.times.finished - request.times.submitted, 3),
-                **({"trace_id": request.spec.trace_id} if request.spec.trace_id else {}),
+                **({"trace_id": trace_id_of(request.spec.traceparent)} if request.spec.traceparent else {}),
             },
         )
 

@@ -195,7 +195,7 @@ class RequestSpec:
     prompt_scores: PromptScores | None = None
     thinking_budget: ThinkingBudget | None = None
     grammar: Grammar | None = None
-    trace_id: str = ""  # of the caller's trace, for the log
+    traceparent: str = ""  # of the call that brought it
 
 
 @dataclass

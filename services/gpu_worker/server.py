@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -22,7 +23,7 @@ from services.common.lifecycle import ServiceState
 from services.common.logs import request_id_var
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
-from services.common.trace_context import incoming, trace_id_of
+from services.common.trace_context import incoming
 from services.gpu_worker import convert
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import GrammarCompiler
@@ -31,6 +32,7 @@ from services.gpu_worker.reader import EventReader
 from services.gpu_worker.request import Event, Failed, Finished, OutToken, PrefillProgress, Request, RequestSpec
 from services.gpu_worker.stats import StatsReport
 from services.gpu_worker.status import ModelFacts, WorkerStatus
+from services.gpu_worker.tracing import CallSpans
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +60,17 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
     Args:
         status: state and progress.
         buffer_events: events that may wait for one stream's reader.
+
+    Attributes:
+        serving: what exists once the model is loaded.
+        spans: makes a trace's spans; None where nobody wants them.
     """
 
     def __init__(self, status: WorkerStatus, buffer_events: int) -> None:
         self._status = status
         self._buffer_events = buffer_events
         self.serving: Serving | None = None
+        self.spans: CallSpans | None = None
 
     def _ready(self) -> Serving:
         state = self._status.state
@@ -114,11 +121,11 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         if source is not None:
             # Milliseconds for an ordinary schema, but clients write it: not on the event loop.
             spec = replace(spec, grammar=await asyncio.to_thread(serving.grammars.compile, source))
-        async for event in self._events(serving, spec):
+        async for event in self._events(serving, spec, "Generate"):
             yield convert.event_pb(event, serving.tokens)
 
-    async def _events(self, serving: Serving, spec: RequestSpec) -> AsyncIterator[Event]:
-        """Submits a request and yields its events; leaving early cancels it.
+    async def _events(self, serving: Serving, spec: RequestSpec, method: str) -> AsyncIterator[Event]:
+        """Submits the request of a call of `method` and yields its events; leaving early cancels it.
 
         Raises:
             Glm53Error: the request could not be served.
@@ -126,18 +133,19 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         engine = serving.engine
         reader = EventReader(self._buffer_events, engine.wake)
         live = Request(spec, reader.mailbox)
-        engine.submit(live)
-        try:
-            while True:
-                for event in convert.merged(await reader.take()):
-                    if isinstance(event, Failed):
-                        raise event.error
-                    yield event
-                    if isinstance(event, Finished):
-                        return
-        finally:
-            if not live.done:
-                engine.cancel(spec.request_id)
+        with self.spans.around(live, method) if self.spans is not None else contextlib.nullcontext():
+            engine.submit(live)
+            try:
+                while True:
+                    for event in convert.merged(await reader.take()):
+                        if isinstance(event, Failed):
+                            raise event.error
+                        yield event
+                        if isinstance(event, Finished):
+                            return
+            finally:
+                if not live.done:
+                    engine.cancel(spec.request_id)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         """Cancels by id; idempotent."""
@@ -148,7 +156,7 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         serving = self._ready()
         spec = _traced(convert.score_spec_of(request, serving.limits), context)
         scored: list[OutToken] = []
-        async for event in self._events(serving, spec):
+        async for event in self._events(serving, spec, "Score"):
             if isinstance(event, PrefillProgress):
                 scored += [token for token in event.prompt_tokens if token.logprob is not None]
         return pb.ScoreResponse(tokens=[convert.token_pb(token, serving.tokens) for token in scored])
@@ -173,9 +181,9 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
 
 
 def _traced(spec: RequestSpec, context: Any) -> RequestSpec:
-    """With the id of the caller's trace, where it has one."""
+    """With the caller's trace, where it has one."""
     traceparent = incoming(context.invocation_metadata())
-    return replace(spec, trace_id=trace_id_of(traceparent)) if traceparent else spec
+    return replace(spec, traceparent=traceparent) if traceparent else spec
 
 
 def _fill_info(answer: pb.InfoResponse, facts: ModelFacts) -> None:

@@ -183,6 +183,11 @@ class GpuWorkerSettings(ServiceSettings):
     watchdog_s: float = Field(
         60.0, validation_alias="GLM53_WATCHDOG_S", gt=0, le=3600, description="Work pending without progress for so long ends the worker."
     )
+    otlp_endpoint: str = Field(
+        "",
+        validation_alias="GLM53_OTLP_ENDPOINT",
+        description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the extra `otel`.",
+    )
     http_address: OptionalAddress = Field(
         "",
         validation_alias="GLM53_WORKER_HTTP",

@@ -11,11 +11,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from services.common import otel
 from services.common.errors import Cancelled, ConfigError, Glm53Error
 from services.common.lifecycle import ExitCode, ServiceState
 from services.common.memory import MemoryCollector
@@ -34,7 +36,11 @@ from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.stats import StatsReport
 from services.gpu_worker.status import ModelFacts, WorkerStatus
 from services.gpu_worker.tokenizer_files import TokenizerFiles
+from services.gpu_worker.tracing import SERVICE, CallSpans
 from services.gpu_worker.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +67,13 @@ class Worker:
     Args:
         settings: the service's settings.
         load_backend: makes the backend for an opened checkpoint.
+        traces: takes spans; made from the settings when None. Shut down with the worker.
     """
 
-    def __init__(self, settings: GpuWorkerSettings, load_backend: BackendLoader) -> None:
+    def __init__(self, settings: GpuWorkerSettings, load_backend: BackendLoader, traces: TracerProvider | None = None) -> None:
         self._settings = settings
         self._load_backend = load_backend
+        self._traces = traces
         self.status = WorkerStatus()
         self.service = WorkerService(self.status, settings.stream_buffer_events)
         self.port = 0  # the port that was bound, for addresses with port 0
@@ -81,6 +89,9 @@ class Worker:
         """Serves until SIGTERM or SIGINT, or until the engine is lost; returns the exit code."""
         try:
             server = await self.listen()
+        except ConfigError as error:
+            log.error("%s", error.message)
+            return ExitCode.CONFIG
         except RuntimeError as error:
             log.error("cannot listen on %s: %s", self._settings.worker_address, error)
             return ExitCode.BOOT
@@ -103,7 +114,16 @@ class Worker:
         return code
 
     async def listen(self) -> grpc.aio.Server:
-        """Binds the address and answers Info and health from now on."""
+        """Binds the address and answers Info and health from now on.
+
+        Raises:
+            ConfigError: spans are wanted and the packages for them are not installed.
+            RuntimeError: the address cannot be bound.
+        """
+        if self._traces is None and self._settings.otlp_endpoint:
+            self._traces = otel.provider_for(self._settings.otlp_endpoint, SERVICE)
+        if self._traces is not None:
+            self.service.spans = CallSpans(self._traces)
         server = grpc.aio.server(interceptors=(ErrorInterceptor(self._settings.slow_reader_s),), options=_SERVER_OPTIONS)
         pb_grpc.add_WorkerServicer_to_server(self.service, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -277,6 +297,8 @@ class Worker:
         await server.stop(grace=1.0)
         if self._backend is not None and (self._engine_thread is None or not self._engine_thread.is_alive()):
             await asyncio.to_thread(self._backend.close)
+        if self._traces is not None:
+            await otel.shut_down(self._traces)
         if self.status.state in (ServiceState.DRAINING, ServiceState.FAILED):
             self.status.advance(ServiceState.STOPPED)
 

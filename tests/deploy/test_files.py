@@ -41,8 +41,8 @@ CODE = {
 }
 # Imported where a GPU backend is chosen, and nowhere else.
 GPU_ONLY = {"torch", "exllamav3", "triton"}
-# All of services/common is in every image; cpu_expert has no gRPC, by the import rules, and no event loop.
-NOT_IMPORTED = {"cpu-expert": {"grpc", "uvloop"}}
+# All of services/common is in every image; cpu_expert has no gRPC, by the import rules, no event loop and no requests to trace.
+NOT_IMPORTED = {"cpu-expert": {"grpc", "uvloop", "opentelemetry"}}
 # Imported by uvicorn, for us.
 FOR_UVICORN = {"httptools"}
 # Comes with something that is required.

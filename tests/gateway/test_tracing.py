@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from services.gateway import tracing
 from tests.gateway.events import stream
 from tests.gateway.fake_worker import Finish, Say, Script
 from tests.gateway.stack import Stack, until
+from tests.support import random_checkpoint
+from tests.worker.harness import RunningWorker
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -145,3 +148,24 @@ def test_a_collector_that_is_away_costs_no_request() -> None:
     stack.worker.script = Script((Say("</think>x"), Finish()))
     assert stack.post().status_code == 200
     stack.close()
+
+
+def test_one_trace_goes_through_gateway_and_worker(collector: str, tmp_path: Path) -> None:
+    """The worker's call is within the gateway's request, and its phases within the call, all in the client's trace."""
+    directory = random_checkpoint.write(tmp_path / "model")
+    worker = RunningWorker(model_dir=str(directory), shm_dir=str(tmp_path), otlp_endpoint=collector)
+    stack = Stack(start_worker=False, worker_address=f"127.0.0.1:{worker.worker.port}", otlp_endpoint=collector)
+    until(lambda: stack.http.get("/health").status_code == 200, "ready", 30)
+    body = {"model": "glm-5.3-tiny", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+    traced = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    assert stack.http.post("/v1/completions", json=body, headers=traced).status_code == 200
+    stack.close()
+    worker.close()
+    until(lambda: len(Collector.spans) >= 5, "the spans arrived")
+    spans = {span.name: span for span in Collector.spans}
+    assert {span.trace_id.hex() for span in Collector.spans} == {TRACE}
+    request, call = spans["POST /v1/completions"], spans["glm53.worker.v1.Worker/Generate"]
+    assert request.parent_span_id.hex() == PARENT
+    assert call.parent_span_id == request.span_id
+    assert [spans[name].parent_span_id for name in ("queue", "prefill", "decode")] == [call.span_id] * 3
+    assert attributes(call)["glm53.request_id"] == attributes(request)["glm53.request_id"]

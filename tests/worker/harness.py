@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from opentelemetry.sdk.trace import TracerProvider
 
 from services.common.errors import Glm53Error
 from services.common.grpc_status import error_of
@@ -57,12 +58,12 @@ class Answer:
 class RunningWorker:
     """Starts a worker and waits until it is READY."""
 
-    def __init__(self, *, load: bool = True, **settings: Any) -> None:
+    def __init__(self, *, load: bool = True, traces: TracerProvider | None = None, **settings: Any) -> None:
         self.settings = GpuWorkerSettings.load({}, **{"worker_address": "127.0.0.1:0", "expert_backend": "in_process", **settings})
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.worker: Worker = self.run(self._make())
+        self.worker: Worker = self.run(self._make(traces))
         self._server = self.run(self.worker.listen())
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.worker.port}")
         self.stub = pb_grpc.WorkerStub(self.channel)
@@ -74,8 +75,8 @@ class RunningWorker:
                 self.close()
                 raise
 
-    async def _make(self) -> Worker:
-        return Worker(self.settings, cpu.load)
+    async def _make(self, traces: TracerProvider | None) -> Worker:
+        return Worker(self.settings, cpu.load, traces)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:
         """Runs a coroutine on the worker's loop."""
