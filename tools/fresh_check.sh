@@ -49,7 +49,7 @@ if [ "$what" = setup ]; then
 fi
 if [ "$what" != test ]; then
   echo "== make serve"
-  in_root "cd /root/glm53-offload && (make serve > serve.log 2>&1 & echo \$! > serve.pid)"
+  in_root "cd /root/glm53-offload && (setsid make serve > serve.log 2>&1 & echo \$! > serve.pid)"
   for _ in $(seq 1 600); do
     in_root "python3 -c \"import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health', timeout=2)\"" 2>/dev/null && up=1 && break
     sleep 2
@@ -57,7 +57,8 @@ if [ "$what" != test ]; then
   in_root "tail -n 25 /root/glm53-offload/serve.log"
   [ "${up:-0}" = 1 ] || { echo "FAILED: make serve did not become ready" >&2; exit 1; }
   in_root "cd /root/glm53-offload && .venv/bin/python -m bench.first_request http://127.0.0.1:30000"
-  in_root "pkill -TERM -f 'glm53 serve' || kill -TERM \$(cat /root/glm53-offload/serve.pid)"
+  # Its own process group: the chroot shares the machine's processes, and others may serve there.
+  in_root "kill -TERM -- -\$(cat /root/glm53-offload/serve.pid)"
   for _ in $(seq 1 60); do in_root "ls /dev/shm | grep -q glm53" || { gone=1; break; }; sleep 1; done
   [ "${gone:-0}" = 1 ] || { echo "FAILED: shared memory was left behind" >&2; exit 1; }
   echo "== make serve: OK"
