@@ -195,42 +195,5 @@ def test_a_python_library(stack: Server, model: str, library: str) -> None:
         text=True,
         timeout=120,
     )
-<<<<<<< HEAD
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"{library}: all checks passed" in ran.stdout
-=======
-    assert "Paris" in chat.invoke(FRANCE).content
-    chunks = list(chat.stream(FRANCE))
-    assert "Paris" in "".join(str(chunk.content) for chunk in chunks)
-    assert sum((chunk.usage_metadata or {}).get("total_tokens", 0) for chunk in chunks) > 0
-    called = chat.bind_tools([asking.WEATHER_TOOL]).invoke(WEATHER)
-    assert [(call["name"], call["args"]) for call in called.tool_calls] == [("get_weather", {"city": "Paris"})]
-    schema = {
-        "title": "Answer",
-        "type": "object",
-        "properties": {"n": {"type": "integer"}},
-        "required": ["n"],
-        "additionalProperties": False,
-    }
-    assert isinstance(chat.with_structured_output(schema, method="json_schema").invoke(FRANCE)["n"], int)
-
-
-def test_litellm(stack: Server, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """litellm's OpenAI provider: plain, streamed, tools."""
-    # Without this it asks the network for prices while it is imported.
-    monkeypatch.setitem(os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-
-    fields = {"model": f"openai/{model}", "api_base": f"{stack.url}/v1", "api_key": "none", "temperature": 0}
-    question = [{"role": "user", "content": FRANCE}]
-    answer = litellm.completion(messages=question, **fields)
-    assert "Paris" in answer.choices[0].message.content
-    assert answer.choices[0].message.reasoning_content
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(messages=question, stream=True, **fields))
-    assert text == answer.choices[0].message.content
-    called = litellm.completion(messages=[{"role": "user", "content": WEATHER}], tools=[asking.WEATHER_TOOL], **fields)
-    assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Paris"}
-    # What its context_window_fallbacks go by.
-    with pytest.raises(litellm.ContextWindowExceededError, match="16384"):
-        litellm.completion(messages=[{"role": "user", "content": "a " * 40_000}], **fields)
->>>>>>> ebc9242 (tmp)

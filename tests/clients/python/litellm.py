@@ -25,6 +25,13 @@ def main() -> None:
     assert text == answer.choices[0].message.content
     called = litellm.completion(messages=[{"role": "user", "content": WEATHER}], tools=[asking.WEATHER_TOOL], **fields)
     assert json.loads(called.choices[0].message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    # What its context_window_fallbacks go by.
+    try:
+        litellm.completion(messages=[{"role": "user", "content": "a " * 40_000}], **fields)
+    except litellm.ContextWindowExceededError as error:
+        assert "16384" in str(error)
+    else:
+        raise AssertionError("a prompt beyond the context was answered")
     print("litellm: all checks passed")
 
 
