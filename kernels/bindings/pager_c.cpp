@@ -75,6 +75,16 @@ int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, do
   });
 }
 
+int64_t glm53_pager_forecast(uint32_t num_layers, const uint32_t* layer, const uint32_t* rows, const uint64_t* now_ns,
+                             const double* predicted_us, uint32_t num_requests, double* error_pct) {
+  return guarded<int64_t>(-1, [&] {
+    glm53::StepForecast forecast(num_layers);
+    for (uint32_t i = 0; i < num_requests; ++i) forecast.saw_request(layer[i], rows[i], now_ns[i], predicted_us[i]);
+    *error_pct = forecast.median_error_pct();
+    return static_cast<int64_t>(forecast.steps());
+  });
+}
+
 int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
   return guarded(-1, [&] {
     pager->impl.step(layer, rows, selected, stream);

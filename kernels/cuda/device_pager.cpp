@@ -30,6 +30,7 @@ DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
       fast_(std::move(fast)) {
   require(spec.num_layers > 0 && spec.experts_per_layer > 0 && spec.num_parts > 0 && spec.max_rows > 0 && spec.top_k > 0, "a size is 0");
   require(spec.num_layers < kRing, "too many layers");
+  require(spec.link_derate > 0, "link_derate is 0: 1 leaves the link as it is");
   require(spec.num_transit <= spec.num_slots, "more transit slots than slots");
   offsets_.assign(spec.offsets, spec.offsets + static_cast<size_t>(spec.num_layers) * spec.num_parts);
   for (uint32_t record = 0; record < spec.num_layers * spec.experts_per_layer; ++record) point_at_host(record);
@@ -190,7 +191,9 @@ int32_t DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
 
 bool DevicePager::copy(uint32_t record, uint32_t slot) {
   const uint8_t* from = spec_.host + record * spec_.record_stride;
-  if (!check(driver_.copy_to_device(in_slot(slot), from, spec_.record_stride, spec_.copy_stream))) return false;
+  for (uint32_t i = 0; i < spec_.link_derate; ++i) {
+    if (!check(driver_.copy_to_device(in_slot(slot), from, spec_.record_stride, spec_.copy_stream))) return false;
+  }
   ++copies_;
   sent_ = true;
   counters_[kBytes] += spec_.record_stride;

@@ -405,7 +405,7 @@ double DevicePager::time_link() {
     if (abi_now_ns() > start_ns + kProbeCopyNs) return 0;
     std::this_thread::yield();
   }
-  return us_between(start_ns, abi_now_ns()) / kProbeCopies;
+  return us_between(start_ns, abi_now_ns()) / kProbeCopies * spec_.link_derate;
 }
 
 // ---- tables ----------------------------------------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ typedef struct PagerSpec {
   const PagerDriver* driver; /* NULL: the CUDA driver's */
   float slow_half_life, fast_half_life, fast_weight, admit_margin;
   uint32_t admit_after;
+  uint32_t link_derate; /* measurements: every record is copied so many times, as over a link of that fraction of the rate; 1 otherwise */
 } PagerSpec;
 
 /* `fast`: decode steps run on the integer expert kernels (moe_cuda.h), and cpu_expert may take picks of theirs. The answer has the same
@@ -120,6 +121,10 @@ ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);
  * expert with 1..8 rows; job_us < 0: there was no probe. predicted_us: [2], device and lane. */
 ABI_API int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, double job_us, const double* lane_us, uint32_t hits,
                               const uint32_t* miss_rows, uint32_t num_misses, double* predicted_us);
+/* How well whole decode steps are foretold, without a device: requests of layer[i] with rows[i] rows were seen at now_ns[i] and their layer
+ * step was planned to take predicted_us[i]. error_pct: the median over the returned number of steps. */
+ABI_API int64_t glm53_pager_forecast(uint32_t num_layers, const uint32_t* layer, const uint32_t* rows, const uint64_t* now_ns,
+                                     const double* predicted_us, uint32_t num_requests, double* error_pct);
 /* Answers what is outstanding, then ends the thread. */
 ABI_API void glm53_pager_close(Glm53Pager* pager);
 

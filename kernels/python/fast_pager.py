@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kernels.python import shm_lib
 from kernels.python.arena import Arena
 from kernels.python.cuda_expert import StepFunctions
 from kernels.python.errors import raise_last
@@ -195,5 +194,28 @@ def split(
         *kernel_us, link_us, -1.0 if job_us is None else job_us, lane, hits, ctypes.cast(rows, ctypes.c_void_p), len(misses), predicted
     )
     if chosen < 0:
-        raise_last(shm_lib.load())
+        raise_last(library)
     return int(chosen), (float(predicted[0]), float(predicted[1]))
+
+
+def forecast(
+    num_layers: int,
+    layers: npt.NDArray[np.uint32],
+    rows: npt.NDArray[np.uint32],
+    now_ns: npt.NDArray[np.uint64],
+    predicted_us: npt.NDArray[np.float64],
+) -> tuple[int, float]:
+    """What `planner_error_pct` makes of a sequence of layer steps, without a device: (whole steps that count, median error in percent).
+
+    One entry for each request, in the order in which they were seen.
+    """
+    library = load()
+    arrays = [np.ascontiguousarray(a, dtype) for a, dtype in ((layers, np.uint32), (rows, np.uint32), (now_ns, np.uint64))]
+    predicted = np.ascontiguousarray(predicted_us, np.float64)
+    error = ctypes.c_double()
+    steps = library.glm53_pager_forecast(
+        num_layers, *(a.ctypes.data for a in arrays), predicted.ctypes.data, len(predicted), ctypes.byref(error)
+    )
+    if steps < 0:
+        raise_last(library)
+    return int(steps), float(error.value)

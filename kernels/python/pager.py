@@ -44,6 +44,7 @@ class PagerSpec(ctypes.Structure):
         ("driver", ctypes.POINTER(PagerDriver)),
         *((name, ctypes.c_float) for name in ("slow_half_life", "fast_half_life", "fast_weight", "admit_margin")),
         ("admit_after", ctypes.c_uint32),
+        ("link_derate", ctypes.c_uint32),
     ]
 
 
@@ -79,6 +80,7 @@ class PagerPolicy:
     admit_margin: float = 1.0
     admit_after: int = 1
     max_copies: int = 64  # records of one layer step; the rest are read in place
+    link_derate: int = 1  # measurements: every record is copied so many times, as over a link of that fraction of the rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +208,7 @@ def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPoli
         policy.fast_weight,
         policy.admit_margin,
         policy.admit_after,
+        policy.link_derate,
     )
 
 
@@ -224,6 +227,7 @@ def load() -> Any:
             "glm53_pager_lane_up": ([pointer], ctypes.c_int),
             "glm53_pager_fast_stats": ([pointer], ctypes.c_char_p),
             "glm53_pager_split": ([real, real, real, real, pointer, u32, pointer, u32, pointer], ctypes.c_int),
+            "glm53_pager_forecast": ([u32, pointer, pointer, pointer, pointer, u32, pointer], ctypes.c_int64),
             "glm53_pager_put": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_flush": ([pointer, pointer], ctypes.c_int),

@@ -238,3 +238,19 @@ def test_wrong_sizes_are_refused_by_name() -> None:
     """Before a thread starts."""
     with pytest.raises(ValueError, match="more transit slots than slots"):
         World(8, 1, 2)
+
+
+def test_a_derated_link_copies_every_record_several_times() -> None:
+    """For measurements: the same bytes, more of the link's time; the counters tell what a whole link would have moved."""
+    world = World(12, 8, 2, PagerPolicy(link_derate=3))
+    try:
+        for _ in range(10):
+            world.decode(random.Random(12), 2)
+        counters = world.pager.counters()
+        assert world.gpu.problems == []
+        assert world.gpu.copied == 3 * (counters.admitted + counters.transit) > 0
+        assert counters.bytes_copied == STRIDE * (counters.admitted + counters.transit)
+    finally:
+        world.close()
+    with pytest.raises(ValueError, match="link_derate is 0"):
+        World(13, 1, 0, PagerPolicy(link_derate=0))
