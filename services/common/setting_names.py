@@ -52,6 +52,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_EC_MAX_SLOTS",
         "GLM53_EC_RESERVE_GB",
         "GLM53_EXPERT_BACKEND",
+        "GLM53_FORCE_VRAM",
         "GLM53_HEAT_FILE",
         "GLM53_LOAD_THREADS",
         "GLM53_MAX_QUEUED",

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -94,6 +95,11 @@ class SafetensorsDirectory:
                     f"{file} is truncated: tensor {name} ends at byte {entry.start + entry.num_bytes}, the file has {size}"
                 )
             self._entries[name] = entry
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of all tensors."""
+        return self._entries.keys()
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -134,6 +134,9 @@ class GpuWorkerSettings(ServiceSettings):
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."
     )
+    force_vram: bool = Field(
+        False, validation_alias="GLM53_FORCE_VRAM", description="Try a GPU with less than 23,000 MiB of VRAM instead of refusing it."
+    )
     triton_pin: str = Field(
         "",
         validation_alias="GLM53_TRITON_PIN",

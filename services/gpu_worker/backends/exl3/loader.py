@@ -18,6 +18,7 @@ from services.common.errors import ConfigError
 from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import fast_setup, heat_file
+from services.gpu_worker.backends.exl3 import plan as plans
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
@@ -75,6 +76,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     note(0.0, "checking the experts")
     shapes = cpu_arena.expert_shapes(checkpoint)
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes) if settings.mode == "fast" else "")
+    check_machine(settings, checkpoint, shapes)
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
@@ -112,6 +114,21 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         page_tokens=PAGE_TOKENS,
     )
     return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat)
+
+
+def check_machine(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape]) -> None:
+    """Prints the plan of memory, and refuses what does not fit before anything slow begins.
+
+    Raises:
+        ConfigError: VRAM, host memory or shared memory are short.
+    """
+    need = plans.need_of(checkpoint, shapes, settings)
+    machine = plans.read_machine(settings, *torch.cuda.mem_get_info(DEVICE))
+    for line in plans.lines(need, machine):
+        log.info("%s", line)
+    plans.refuse(need, machine, forced=settings.force_vram)
+    if told := plans.memlock_warning(need, machine):
+        log.warning("%s", told)
 
 
 def load_model(

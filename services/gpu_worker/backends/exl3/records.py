@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import resource
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,6 @@ from kernels.python.expert import ExpertShape
 from services.common.errors import ConfigError
 from services.gpu_worker.patches import pointer_tables
 from services.gpu_worker.patches.expert_load import Place
-
-log = logging.getLogger(__name__)
 
 # Pinned in few large ranges: each costs a call into the kernel driver, and none may end inside a layer, so that one copy never spans two.
 MAX_RANGE_BYTES = 16 << 30
@@ -45,7 +41,6 @@ class PinnedRecords:
         self.stride = (_address(arena, 0, 1) if self.num_experts > 1 else _address(arena, 1, 0)) - self.base
         self._extension = extension
         self._registered: list[int] = []
-        check_memlock(self.num_bytes)
         self._pin()
         self.device_base = int(extension.cuda_host_get_device_pointer(self.base))
         buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.base)
@@ -123,14 +118,6 @@ def typed_part(record: torch.Tensor, shape: ExpertShape, projection: str, part: 
 def pinned_empty(shape: tuple[int, ...]) -> torch.Tensor:
     """int64 in pinned host memory: copies from and to it need not be waited for."""
     return torch.empty(shape, dtype=torch.int64, pin_memory=True)
-
-
-def check_memlock(num_bytes: int) -> None:
-    """Says when the limit on locked memory is lower than what is about to be pinned."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft not in (resource.RLIM_INFINITY, -1) and soft < num_bytes:
-        # The driver pins on its own account where it may: a low limit is only worth a word until it really refuses.
-        log.warning("the limit on locked memory is %d MiB, the expert records take %d MiB", soft >> 20, num_bytes >> 20)
 
 
 def _address(arena: Arena, layer: int, expert: int) -> int:

@@ -1,0 +1,207 @@
+"""What a model takes of host memory and VRAM, and whether this machine has it: decided from file headers, before anything slow begins.
+
+The sizes of key-value cache and recurrent states are those of exllamav3 1.5.1's cache layers. Activations are not in the plan: what is left
+free of VRAM after the warm-up, less the reserve, becomes slots.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kernels.python import segments
+from kernels.python.expert import ExpertShape
+from services.common import memory
+from services.common.errors import ConfigError
+from services.gpu_worker.checkpoint import TEXT_PREFIX, Checkpoint
+from services.gpu_worker.model_config import TextConfig
+from services.gpu_worker.settings import GpuWorkerSettings
+
+MIB, GIB = 1 << 20, 1 << 30
+LEAST_VRAM_MIB = 23_000
+# CUDA's context, torch, exllamav3 and Python in host memory, beside the records.
+HOST_BYTES = 2 * GIB
+_KDA_STATE_BYTES, _HALF = 4, 2  # fp32 state; fp16 or bf16 everything else
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the model takes, in bytes.
+
+    Attributes:
+        arena: records of all routed experts, in shared memory, pinned.
+        host: the embedding, which exllamav3 keeps there, and the processes themselves.
+        weights: everything else of the text model, in VRAM.
+        cache: keys and values of GLM53_CACHE_TOKENS tokens.
+        states: recurrent states of GLM53_MAX_STREAMS streams.
+        reserve: VRAM that slots leave free.
+        slot: one expert in VRAM.
+        records: experts.
+    """
+
+    arena: int
+    host: int
+    weights: int
+    cache: int
+    states: int
+    reserve: int
+    slot: int
+    records: int
+
+    @property
+    def vram(self) -> int:
+        """Without slots."""
+        return self.weights + self.cache + self.states + self.reserve
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is, in bytes.
+
+    Attributes:
+        vram_total, vram_free: of the GPU.
+        memory: what this process can still get of host memory.
+        shm: free in the file system of shared memory.
+        memlock: limit on locked memory; None for no limit.
+        arena_there: bytes of an arena that an earlier worker left; they are taken over or given back first.
+    """
+
+    vram_total: int
+    vram_free: int
+    memory: int
+    shm: int
+    memlock: int | None
+    arena_there: int = 0
+
+
+def need_of(checkpoint: Checkpoint, shapes: Sequence[ExpertShape], settings: GpuWorkerSettings) -> Need:
+    """What a checkpoint takes with these settings. Only headers are looked at."""
+    config = checkpoint.config
+    stride = max(shape.record_bytes for shape in shapes)
+    records = len(shapes) * config.n_routed_experts
+    embedding = TEXT_PREFIX + "embed_tokens.weight"
+    in_vram = [name for name in checkpoint.files.names if _on_gpu(name, config) and name != embedding]
+    return Need(
+        arena=stride * records,
+        host=HOST_BYTES + checkpoint.files.entry(embedding).num_bytes,
+        weights=sum(checkpoint.files.entry(name).num_bytes for name in in_vram),
+        cache=cache_bytes(config, settings.cache_tokens),
+        states=state_bytes(config, settings.max_streams),
+        reserve=int(settings.ec_reserve_gb * GIB),
+        slot=stride,
+        records=records,
+    )
+
+
+def _on_gpu(name: str, config: TextConfig) -> bool:
+    """True for a tensor of the text model that is no routed expert's; no vision tower and no prediction head is loaded."""
+    if not name.startswith(TEXT_PREFIX):
+        return name.startswith("lm_head.")
+    layer = name.removeprefix(TEXT_PREFIX + "layers.").partition(".")[0]
+    return ".mlp.experts." not in name and not (layer.isdigit() and int(layer) >= config.num_hidden_layers)
+
+
+def cache_bytes(config: TextConfig, tokens: int) -> int:
+    """Latents, indexer keys with their gates, and pooled keys of every layer with attention, fp16."""
+    layers = sum(kind != "linear_attention" for kind in config.layer_types)
+    per_token = config.kv_lora_rank + 2 * config.index_head_dim + config.index_head_dim / config.index_kpool
+    return int(layers * tokens * per_token * _HALF)
+
+
+def state_bytes(config: TextConfig, streams: int) -> int:
+    """State and convolution window of every linear-attention layer and stream."""
+    layers = sum(kind == "linear_attention" for kind in config.layer_types)
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    return layers * streams * (heads * dim * dim * _KDA_STATE_BYTES + 3 * heads * dim * config.linear_conv_kernel_dim * _HALF)
+
+
+def read_machine(settings: GpuWorkerSettings, vram_free: int, vram_total: int) -> Machine:
+    """This machine now."""
+    seen = memory.read()
+    shm = os.statvfs(settings.shm_dir)
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    try:
+        there = os.stat(segments.arena_path(settings.shm_dir, settings.instance)).st_size
+    except OSError:
+        there = 0
+    return Machine(
+        vram_total,
+        vram_free,
+        min(seen.host_available, seen.limit - seen.used) if seen.capped else seen.host_available,
+        shm.f_bavail * shm.f_frsize,
+        None if soft in (resource.RLIM_INFINITY, -1) else soft,
+        there,
+    )
+
+
+def lines(need: Need, machine: Machine) -> Iterator[str]:
+    """The plan for people, one fact a line."""
+    slots = max(0, (machine.vram_free - need.vram) // need.slot)
+    yield (
+        f"host memory: {_gib(need.arena)} records of {need.records} experts (pinned), {_gib(need.host)} beside them; "
+        f"{_gib(machine.memory + machine.arena_there)} can be had, {_gib(machine.shm + machine.arena_there)} of it in shared memory"
+    )
+    yield (
+        f"VRAM: {_gib(need.weights)} weights, {_gib(need.cache)} key-value cache, {_gib(need.states)} recurrent states, "
+        f"{_gib(need.reserve)} reserve; {_gib(machine.vram_free)} of {_gib(machine.vram_total)} are free"
+    )
+    yield f"slots: at most {min(slots, need.records)} of {need.records} experts, {need.slot / MIB:.1f} MiB each, before activations"
+
+
+def refuse(need: Need, machine: Machine, *, forced: bool) -> None:
+    """Raises when the machine cannot hold the plan.
+
+    Args:
+        forced: GLM53_FORCE_VRAM: a small GPU is tried.
+
+    Raises:
+        ConfigError: names what is short, both figures, and what to change; the plan is part of the message.
+    """
+    problem, param = _problem(need, machine, forced=forced)
+    if problem:
+        raise ConfigError("; ".join([problem, *(f"plan: {line}" for line in lines(need, machine))]), param=param)
+
+
+def _problem(need: Need, machine: Machine, *, forced: bool) -> tuple[str, str]:
+    memory_there, shm = machine.memory + machine.arena_there, machine.shm + machine.arena_there
+    total_mib = machine.vram_total // MIB
+    if total_mib < LEAST_VRAM_MIB and not forced:
+        return (
+            f"the GPU has {total_mib} MiB of VRAM, {LEAST_VRAM_MIB} are needed: use a larger one, or try with GLM53_FORCE_VRAM=1",
+            "GLM53_FORCE_VRAM",
+        )
+    if need.vram + need.slot > machine.vram_free:
+        return (
+            f"{_gib(machine.vram_free)} of VRAM are free, {_gib(need.vram + need.slot)} are needed with a single expert: end what else uses "
+            "the GPU, or lower GLM53_CACHE_TOKENS, GLM53_MAX_STREAMS or GLM53_EC_RESERVE_GB",
+            "GLM53_CACHE_TOKENS",
+        )
+    if need.arena > shm:
+        mib = (need.arena + 64 * MIB) // MIB
+        return (
+            f"shared memory has room for {_gib(shm)}, the expert records take {_gib(need.arena)}: make it at least {mib} MiB "
+            f"(--shm-size={mib}m, or sizeLimit of the memory volume)",
+            "GLM53_SHM_DIR",
+        )
+    if need.arena + need.host > memory_there:
+        return (
+            f"{_gib(memory_there)} of host memory can be had, {_gib(need.arena + need.host)} are needed: free memory, or raise the limit",
+            "GLM53_SHM_DIR",
+        )
+    return "", ""
+
+
+def memlock_warning(need: Need, machine: Machine) -> str:
+    """What to say about the limit on locked memory, or "". Whether a driver's pins count to it differs between systems: no refusal."""
+    if machine.memlock is None or machine.memlock >= need.arena:
+        return ""
+    return (
+        f"the limit on locked memory is {_gib(machine.memlock)}, {_gib(need.arena)} are about to be pinned: if the driver refuses, "
+        "raise it (ulimit -l unlimited; ulimits: memlock: -1 in compose; LimitMEMLOCK=infinity in a unit)"
+    )
+
+
+def _gib(number: int) -> str:
+    return f"{number / GIB:.2f} GiB" if number < 100 * GIB else f"{number / GIB:.1f} GiB"
