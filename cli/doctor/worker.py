@@ -31,6 +31,8 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     if settings.http_address:
         yield from network.listen("GLM53_WORKER_HTTP", *split_address(settings.http_address))
     if settings.mode.startswith("nvme"):
+        # The backend says so too, after the records have been read for minutes.
+        yield fail("mode", f"GLM53_MODE={settings.mode} is not in this version", "Use GLM53_MODE=auto, fast or exact.")
         yield from nvme_cap(machine)
     yield from hardware.swap(machine, settings.mode)
     pinned = wants_gpu(settings)

@@ -3,7 +3,8 @@
 set -eu
 out=$1
 shift
-own="services/__init__.py cli/__init__.py cli/doctor"
+# The preflight, and what it asks with.
+own="services/__init__.py cli/__init__.py cli/doctor cli/probe.py cli/settings.py"
 
 for image; do
   case $image in

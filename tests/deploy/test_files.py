@@ -134,6 +134,35 @@ def test_an_image_has_what_its_code_imports_and_no_more(image: str) -> None:
     assert provided - needed - {"google"} - FOR_UVICORN == set()
 
 
+@pytest.fixture(scope="module")
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each image has in /app, from this tree, by the script that the Dockerfile runs."""
+    folder = tmp_path_factory.mktemp("trees")
+    run(["sh", "deploy/docker/trees.sh", str(folder), *TREES], os.environ, timeout_s=120)
+    return folder
+
+
+# Image's tree → the services whose preflight it runs.
+TREES = {"gateway": ["gateway"], "gpu-worker": ["gpu-worker"], "cpu-expert": ["cpu-expert"], "cli": ["gateway", "gpu-worker", "cpu-expert"]}
+
+
+@pytest.mark.parametrize(("image", "service"), [(image, service) for image, services in TREES.items() for service in services])
+def test_the_preflight_runs_with_what_an_image_has(trees: Path, tmp_path: Path, image: str, service: str) -> None:
+    """The doctor of a service imports nothing that its image lacks: an image whose preflight fails serves nobody."""
+    code = (
+        "import runpy, sys; tree, root, service = sys.argv[1:];"
+        "sys.path[:] = [tree, *(path for path in sys.path if path not in ('', root))];"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'editable' not in repr(finder)];"
+        "sys.argv = ['doctor', '--for', service, '--', sys.executable, '-c', 'print(\"served\")'];"
+        "runpy.run_module('cli.doctor', run_name='__main__')"
+    )
+    env = {"PATH": os.environ["PATH"], "PORT": "0", "GLM53_WORKER_ADDRESS": f"unix:{tmp_path}/worker", "GLM53_SHM_DIR": str(tmp_path)}
+    env |= {"GLM53_DEVICE": "cpu"} if service == "gpu-worker" else {}
+    said = run([sys.executable, "-c", code, str(trees / image), str(ROOT), service], env, timeout_s=60, cwd=trees / image)
+    assert said.splitlines()[-1] == "served"
+    assert (trees / image / "services" / "gateway").exists() == (image in ("gateway", "cli"))
+
+
 def test_health_checks_need_no_shell() -> None:
     """Every HEALTHCHECK is a list of words, and so is every compose health check and entry point."""
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
