@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 # sockaddr_un.sun_path has 108 bytes, the last one a zero.
 MAX_SOCKET_PATH_BYTES = 107
 
+# Tries to make a folder, and a lock file in it, that the ends of other servers remove.
+MAX_ATTEMPTS = 100
+
 # How long services of a killed supervisor get to end by themselves, and then to be gone after SIGKILL.
 ORPHANS_TERM_S = 5.0
 ORPHANS_KILL_S = 30.0
@@ -31,10 +34,12 @@ class Instance:
         name: instance name, part of every file name.
         shm_dir: where the shared-memory segments live.
         state_dir: folder for lock, pid list and socket; made when missing (mode 0700).
+        own_folder: it is ours by name: an orderly end removes it, and the one that it lies in, when they are empty.
     """
 
-    def __init__(self, name: str, shm_dir: Path, state_dir: Path) -> None:
+    def __init__(self, name: str, shm_dir: Path, state_dir: Path, *, own_folder: bool = False) -> None:
         self.name = name
+        self._own_folder = own_folder
         self._shm_dir = shm_dir
         self._state_dir = state_dir
         self._lock: IO[str] | None = None
@@ -78,7 +83,7 @@ class Instance:
                 param="GLM53_STATE_DIR",
             )
         try:
-            self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_folder()
             owner = self._state_dir.stat()
         except OSError as error:
             raise ConfigError(f"cannot make the state folder {self._state_dir}: {error.strerror}", param="GLM53_STATE_DIR") from None
@@ -89,12 +94,25 @@ class Instance:
                 param="GLM53_STATE_DIR",
             )
 
+    def _make_folder(self) -> None:
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
+            try:
+                self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except (FileNotFoundError, FileExistsError):
+                if not attempts_left or self._state_dir.exists():
+                    raise
+            else:
+                return
+
     def _take_lock(self) -> IO[str]:
         path = self._state_dir / "lock"
-        while True:
+        for attempts_left in reversed(range(MAX_ATTEMPTS)):
             try:
+                self._make_folder()
                 lock = path.open("a+")
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and attempts_left:
+                    continue
                 raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,6 +129,8 @@ class Instance:
                 if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
                     break
             lock.close()
+        else:
+            raise ConfigError(f"{path} comes and goes: who else removes it?", param="GLM53_STATE_DIR")
         lock.seek(0)
         lock.truncate()
         lock.write(str(os.getpid()))
@@ -160,6 +180,11 @@ class Instance:
             (self._state_dir / "lock").unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
+            if self._own_folder:
+                # Whatever is not empty stays. A start that finds its folder gone at this moment makes it again.
+                with contextlib.suppress(OSError):
+                    self._state_dir.rmdir()
+                    self._state_dir.parent.rmdir()
 
     def _end_orphans(self) -> None:
         """Ends services whose supervisor was killed: they hold the socket and write into segments that we are about to make."""

@@ -33,6 +33,8 @@ from services.common.lifecycle import BOOT_FAILURES, ExitCode, Signals
 log = logging.getLogger("glm53")
 POLL_S = 0.2
 HEALTH_TIMEOUT_S = 2.0
+# After a second signal: time for open streams to be told, and for the services to leave.
+HURRY_S = 10.0
 # The way to our own gateway never leads through the proxy that http_proxy may name.
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -55,11 +57,12 @@ class Supervisor:
         self._settings = settings
         name = settings.instance_name
         state_dir = Path(settings.state_dir or Path(tempfile.gettempdir()) / f"glm53-{os.getuid()}" / name)
-        self._instance = Instance(name, Path(settings.shm_dir), state_dir)
+        self._instance = Instance(name, Path(settings.shm_dir), state_dir, own_folder=not settings.state_dir)
+        self._worker_address = settings.worker_address or self._instance.worker_address
         child_env = {
             **env,
             "GLM53_INSTANCE": name,
-            "GLM53_WORKER_ADDRESS": self._instance.worker_address,
+            "GLM53_WORKER_ADDRESS": self._worker_address,
             "PORT": str(settings.port),
         }
         child_env["HOST"] = settings.host
@@ -86,7 +89,7 @@ class Supervisor:
         return code
 
     def _watched(self, env: Mapping[str, str]) -> Liveness | None:
-        known = {"gateway": f"{self._own_url()}/health/live", "gpu_worker": self._instance.worker_address}
+        known = {"gateway": f"{self._own_url()}/health/live", "gpu_worker": self._worker_address}
         addresses = {service.name: known[service.name] for service in self._services if service.name in known}
         checks, period_s = self._settings.liveness_checks, self._settings.liveness_period_s
         return Liveness(addresses, period_s, checks, env) if checks else None
@@ -215,9 +218,14 @@ class Supervisor:
             deadline = time.monotonic() + patience
             while not service.wait(0.1):
                 if signals.wait(0.01) is not None:
-                    log.warning("second signal: not waiting any longer")
-                    patience = 1.0
-                    deadline = min(deadline, time.monotonic() + 1.0)
+                    if patience > HURRY_S:
+                        log.warning("second signal: running requests end now, with an error (a third one kills the services)")
+                        patience = HURRY_S
+                        # The gateway's second one, too: its streams get their last words.
+                        service.signal(signal.SIGTERM)
+                    else:
+                        patience = 0.0
+                    deadline = min(deadline, time.monotonic() + patience)
                 if time.monotonic() > deadline:
                     log.warning("%s did not stop in time: killing it", service.name)
                     break

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from services.common.ops_http import split_address
 from services.common.settings import ServiceSettings
 
 
@@ -26,6 +27,11 @@ class ServeSettings(ServiceSettings):
         "",
         validation_alias="GLM53_STATE_DIR",
         description="Lock and socket of this instance; empty: /tmp/glm53-<user id>/<instance>.",
+    )
+    worker_address: str = Field(
+        "",
+        validation_alias="GLM53_WORKER_ADDRESS",
+        description="Where `glm53 serve` lets its worker listen: host:port or unix:/path; empty: a socket in the state folder.",
     )
     root: str = Field(
         "",
@@ -63,6 +69,21 @@ class ServeSettings(ServiceSettings):
         validation_alias="GLM53_MODE",
         description="Expert placement; auto takes the fastest that fits and says why.",
     )
+
+    @field_validator("worker_address")
+    @classmethod
+    def _one_worker(cls, address: str) -> str:
+        if not address or (address.startswith("unix:/") and "," not in address):
+            return address
+        try:
+            if "," not in address and "//" not in address and split_address(address)[1]:
+                return address
+        except ValueError:
+            pass
+        raise ValueError(
+            f"`glm53 serve` runs one worker of its own, which cannot listen on {address!r}: use host:port or unix:/path, or unset it. A"
+            " gateway for workers that run elsewhere is started by `python -m services.gateway`"
+        )
 
     @property
     def instance_name(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from cli.doctor import hardware, store
 from cli.doctor.findings import Finding, Level, ok
 from cli.doctor.machine import Machine, shown
+from cli.settings import ServeSettings
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.settings import enter_root, environ
@@ -65,6 +66,9 @@ def _findings(args: argparse.Namespace, machine: Machine, env: Mapping[str, str]
     names = [args.service] if args.service else list(SERVICES)
     if not args.service:
         yield from _host(machine)
+        # Of the whole machine: what `glm53 serve` would start with these settings.
+        port = env.get("PORT") or ServeSettings.model_fields["port"].default
+        env = {**env, "GLM53_INSTANCE": env.get("GLM53_INSTANCE") or f"p{port}"}
     for name in names:
         yield from importlib.import_module(SERVICES[name]).check(env, machine)
     if args.store is not None:

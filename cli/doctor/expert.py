@@ -25,7 +25,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     yield from hardware.cpu(machine, env.get("GLM53_MODE", "auto"))
     yield from hardware.cpu_quota(machine)
     if settings.http_address:
-        yield from network.listen("GLM53_EXPERT_HTTP", *split_address(settings.http_address))
+        yield from network.listen("GLM53_EXPERT_HTTP", *split_address(settings.http_address), network.probe_endpoint)
     yield from sharedmem.folder(settings.shm_dir)
     yield from sharedmem.version(settings.shm_dir, settings.instance)
 

@@ -26,7 +26,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         return
     yield ok("settings", f"worker at {', '.join(addresses)}")
     if settings.port:
-        yield from network.listen("PORT", settings.host, settings.port)
+        yield from network.listen("PORT", settings.host, settings.port, network.gateway)
     if settings.api_keys_file:
         try:
             count = len(read_keys(Path(settings.api_keys_file)).keys)

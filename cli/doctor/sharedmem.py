@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from cli.doctor.findings import Finding, fail, ok
 from cli.doctor.machine import GIB, shown
@@ -63,10 +63,17 @@ def _gib_up(num_bytes: int) -> int:
     return -(-num_bytes // GIB)
 
 
-def in_use(shm_dir: str, instance: str) -> Iterator[Finding]:
-    """No other worker serves the same instance."""
+def in_use(shm_dir: str, instance: str, running: Callable[[], str | None]) -> Iterator[Finding]:
+    """No other worker serves the same instance.
+
+    Args:
+        running: says what the server does that these settings name, None when none runs.
+    """
     path = segments.arena_path(shm_dir, instance)
     if _is_held(path):
+        if (own := running()) is not None:
+            yield ok("instance", f"{instance!r} is served by the server that runs here ({own})")
+            return
         yield fail(
             "instance",
             f"another gpu_worker serves instance {instance!r}: it holds {path}",

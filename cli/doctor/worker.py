@@ -27,9 +27,9 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         return
     yield ok("settings", f"mode {settings.mode}, device {settings.device}")
     if not settings.worker_address.startswith("unix:"):
-        yield from network.listen("GLM53_WORKER_ADDRESS", *split_address(settings.worker_address))
+        yield from network.listen("GLM53_WORKER_ADDRESS", *split_address(settings.worker_address), network.worker)
     if settings.http_address:
-        yield from network.listen("GLM53_WORKER_HTTP", *split_address(settings.http_address))
+        yield from network.listen("GLM53_WORKER_HTTP", *split_address(settings.http_address), network.probe_endpoint)
     if settings.mode.startswith("nvme"):
         # The backend says so too, after the records have been read for minutes.
         yield fail("mode", f"GLM53_MODE={settings.mode} is not in this version", "Use GLM53_MODE=auto, fast or exact.")
@@ -39,7 +39,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     if pinned:
         yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"), needed=settings.device != "auto")
     yield from hardware.cpu(machine, settings.mode)
-    yield from sharedmem.in_use(settings.shm_dir, settings.instance)
+    yield from sharedmem.in_use(settings.shm_dir, settings.instance, lambda: network.running(env))
     unusable = list(sharedmem.folder(settings.shm_dir))
     yield from unusable
     yield from _records(settings, machine, pinned=pinned, measure_room=not unusable)

@@ -25,6 +25,7 @@ FIRST_WAIT_S = 0.02
 LONGEST_WAIT_S = 0.5
 MISMATCH_PATIENCE_S = 60.0  # while a worker restarts, arena and region of two generations lie side by side
 DRAIN_LIMIT_S = 10.0
+NO_LANE = "the one here is still loading, or computes without this process (as in mode exact): there is nothing to do"
 
 
 class StopSignals(Protocol):
@@ -99,15 +100,9 @@ class ExpertWorker:
         where = placement.place(self._settings, arena.shape(0).record_bytes)
         arena.close()
         try:
-            server = JobServer(
-                self._ctl_path,
-                self._arena_path,
-                variant=self._settings.ct_isa,
-                threads=where.threads,
-                cpus=where.other_cpus,
-                tune=True,
-                huge_pages=True,
-            )
+            server = self._server(where)
+        except ShmAbsent:
+            raise ShmAbsent(NO_LANE) from None
         except ValueError as error:
             raise ConfigError(f"GLM53_CT_ISA, GLM53_CT_CPUS or GLM53_CT_THREADS: {error}", param="GLM53_CT_ISA") from None
         # After the server's own threads have started: its heartbeat must not share a CPU with the kernel.
@@ -115,6 +110,17 @@ class ExpertWorker:
             pin(where.own_cpu)
         self._tell_attached(server, where)
         return server
+
+    def _server(self, where: placement.Placement) -> JobServer:
+        return JobServer(
+            self._ctl_path,
+            self._arena_path,
+            variant=self._settings.ct_isa,
+            threads=where.threads,
+            cpus=where.other_cpus,
+            tune=True,
+            huge_pages=True,
+        )
 
     def _tell_attached(self, server: JobServer, where: placement.Placement) -> None:
         stats = server.stats()

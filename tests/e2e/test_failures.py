@@ -145,3 +145,22 @@ def test_a_broken_checkpoint_stops_serve_with_the_boot_code(work: Path, tmp_path
     server = serving.start(work, "--model-dir", str(tmp_path), wait=False)
     assert server.process.wait(60) == 3
     assert "model.safetensors" in server.log.read_text()
+
+
+def test_a_second_ctrl_c_ends_a_stream_with_its_error_and_leaves_nothing(work: Path) -> None:
+    """`glm53 serve` with a long stream open: the first one drains, the second ends the stream in an orderly way, and everything stops."""
+    server = serving.start(work, env={"GLM53_DRAIN_TIMEOUT_S": "300"})
+    presses: list[float] = []
+
+    def press(got: asking.Stream) -> None:
+        if got.events in (5, 15) and len(presses) < got.events // 5:
+            presses.append(time.monotonic())
+            server.process.send_signal(signal.SIGINT)
+
+    body = long_body(server, max_tokens=10_000)
+    got = asking.stream(server.url, body, on_event=press)
+    assert got.error is not None, got
+    assert (got.error["code"], got.done) == ("shutting_down", True)
+    assert server.process.wait(60) == 0
+    assert time.monotonic() - presses[-1] < 30
+    assert not list(Path("/dev/shm").glob(f"glm53-{server.instance}-*"))

@@ -272,6 +272,36 @@ def test_a_stream_that_outlives_the_drain_ends_with_an_error(stack: Stack, proce
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_streams_with_their_last_words(stack: Stack, number: signal.Signals) -> None:
+    """Long before the drain's time is up: every open stream gets the error event and [DONE], a whole answer a 503; exit code 0."""
+    running = Process(stack.worker.address, GLM53_DRAIN_TIMEOUT_S="300")
+    try:
+        url = running.url()
+        until(lambda: httpx.get(f"{url}/health").status_code == 200, "ready", 20)
+        stack.play(Say("</think>a"), Forever())
+        streams = [start_stream(url) for _ in range(3)]
+        whole: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: whole.append(httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=60)))
+        waiting.start()
+        until(lambda: len(stack.worker.live) == 4, "all run")
+        running.process.send_signal(number)
+        until(lambda: httpx.get(f"{url}/health/ready").json()["status"] == "draining", "draining")
+        running.process.send_signal(number)
+        assert running.process.wait(30) == 0
+        waiting.join(20)
+        for thread, got in streams:
+            thread.join(20)
+            streamed = Streamed.of(got[0])
+            assert streamed.error is not None
+            assert (streamed.error["code"], streamed.done) == ("shutting_down", True)
+        check_error(whole[0], None, 503)
+        until(lambda: not stack.worker.live, "the jobs are gone")
+    finally:
+        running.close()
+
+
+@pytest.mark.e2e
 def test_an_idle_gateway_stops_at_once(stack: Stack) -> None:
     """SIGINT with nothing to do: exit code 0 long before the drain timeout; the settings were printed with their sources."""
     idle = Process(stack.worker.address, GLM53_DRAIN_TIMEOUT_S="60")

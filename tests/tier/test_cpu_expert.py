@@ -236,6 +236,19 @@ def test_waiting_ends_with_a_signal(tmp_path: pathlib.Path) -> None:
     assert signals.waits == 4
 
 
+def test_a_worker_without_a_cpu_lane_is_told_once(made: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """As in mode exact: records in shared memory and nothing to do for this process. One line says that, however long it stays so."""
+    caplog.set_level("INFO")
+    away = made.ctl_path + ".away"
+    os.rename(made.ctl_path, away)
+    signals = NoSignal(stop_after=8)
+    ExpertWorker(settings_for(made), signals).run()
+    os.rename(away, made.ctl_path)
+    assert signals.waits == 8
+    lines = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+    assert lines == [f"waiting for a gpu_worker: {worker.NO_LANE}", "stopped while waiting for a gpu_worker"]
+
+
 def test_sigterm_while_waiting_is_a_clean_exit(made: Stage) -> None:
     """SIGTERM before any worker exists: exit code 0."""
     elsewhere = Stage(made.shm_dir, "nobody", made.arena, made.region)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import errno
+import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
 
 from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, store, worker
 from cli.doctor.findings import Finding, Level
@@ -306,7 +312,12 @@ def test_memory_below_the_records_is_refused(tmp_path: Path) -> None:
 def arena(tmp_path: Path) -> Arena:
     """A sealed arena that this process holds, as a running worker does."""
     (tmp_path / "shm").mkdir(exist_ok=True)
-    made = Arena.create(segments.arena_path(tmp_path / "shm", "default"), [ExpertShape.create(128, 128, (3, 3, 3))], 2, bytes(32))
+    return held_arena(tmp_path / "shm", "default")
+
+
+def held_arena(shm: Path, instance: str) -> Arena:
+    """A sealed arena of an instance."""
+    made = Arena.create(segments.arena_path(shm, instance), [ExpertShape.create(128, 128, (3, 3, 3))], 2, bytes(32))
     for slot in range(2):
         made.record(0, slot)[:] = slot
     made.seal()
@@ -381,6 +392,89 @@ def test_a_taken_port_is_refused(tmp_path: Path) -> None:
         assert f"127.0.0.1:{port}" in failed(gateway.check({"PORT": str(port)}, host(tmp_path)))["address"].message
         env = worker_env(tmp_path, GLM53_WORKER_HTTP=f"127.0.0.1:{port}")
         assert "GLM53_WORKER_HTTP" in failed(worker.check(env, host(tmp_path)))["address"].message
+
+
+@contextlib.contextmanager
+def answering(body: str, **headers: str) -> Iterator[int]:
+    """An HTTP server that says the same to everybody; yields its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(503)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+OWN_HEALTH = '{"status": "loading", "worker": "loading", "model": "glm-5.3-tiny"}'
+
+
+def test_a_port_of_our_own_running_server_is_no_fault(tmp_path: Path) -> None:
+    """It answers as ours does: told as a fact, with what to do before starting another."""
+    with answering(OWN_HEALTH) as port:
+        for address in ("127.0.0.1", "0.0.0.0"):
+            env = {"PORT": str(port), "HOST": address, "GLM53_ALLOW_PUBLIC_WITHOUT_KEYS": "1"}
+            (found,) = [finding for finding in gateway.check(env, host(tmp_path)) if finding.check == "address"]
+            assert found.level is Level.OK
+            assert "status loading, model glm-5.3-tiny" in found.message
+            assert "Stop it" in found.message
+    with answering("{}", Server="glm53") as port:
+        env = worker_env(tmp_path, GLM53_WORKER_HTTP=f"127.0.0.1:{port}")
+        assert "address" not in failed(worker.check(env, host(tmp_path)))
+        assert "address" not in failed(expert.check({"GLM53_EXPERT_HTTP": f"127.0.0.1:{port}"}, host(tmp_path)))
+
+
+@pytest.mark.parametrize("body", ["hello", "[]", "{}", '{"status": "ok"}', '{"worker": 1}'])
+def test_a_port_of_somebody_elses_server_is_refused(tmp_path: Path, body: str) -> None:
+    """Whatever answers, it must answer as ours does."""
+    with answering(body, Server="nginx") as port:
+        assert "address" in failed(gateway.check({"PORT": str(port)}, host(tmp_path)))
+        assert "address" in failed(worker.check(worker_env(tmp_path, GLM53_WORKER_HTTP=f"127.0.0.1:{port}"), host(tmp_path)))
+
+
+def test_a_running_worker_is_recognised_by_its_health(tmp_path: Path) -> None:
+    """A gRPC server with a health service on GLM53_WORKER_ADDRESS is one; a mute socket is not."""
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    env = worker_env(tmp_path, GLM53_WORKER_ADDRESS=f"127.0.0.1:{port}")
+    assert "address" not in failed(worker.check(env, host(tmp_path)))
+    server.stop(None).wait()
+
+
+def test_the_instance_of_our_own_running_server_is_no_fault(tmp_path: Path, arena: Arena) -> None:
+    """Its worker holds the arena, and its gateway answers."""
+    assert arena
+    with answering(OWN_HEALTH) as port:
+        assert "instance" not in failed(worker.check(worker_env(tmp_path, PORT=str(port)), host(tmp_path)))
+
+
+def test_the_whole_machine_is_looked_at_as_serve_would_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The instance is that of the port, so that a running server's records are seen as its own."""
+    shm = tmp_path / "shm"
+    shm.mkdir(exist_ok=True)
+    args = build_parser().parse_args(["doctor"])
+    with answering(OWN_HEALTH) as port:
+        own = held_arena(shm, f"p{port}")
+        code = command.run(args, host(tmp_path), worker_env(tmp_path, PORT=str(port)))
+        own.close()
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert f"'p{port}' is served by the server that runs here" in said
 
 
 def test_keys_and_redis_of_the_gateway(tmp_path: Path) -> None:

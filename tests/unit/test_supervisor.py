@@ -341,6 +341,109 @@ def heard(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     signal.signal(number, before)
 
 
+# Ends after its second SIGTERM, half a second later, and says so.
+STUBBORN = """
+import pathlib, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *a: heard.append(1))
+while len(heard) < {after}:
+    time.sleep(0.01)
+time.sleep(0.5)
+pathlib.Path({done!r}).write_text("told its clients")
+"""
+
+
+@pytest.mark.parametrize(("after", "signals", "told"), [(2, 2, True), (9, 3, False)], ids=["two", "three"])
+def test_a_second_signal_lets_the_gateway_say_its_last_words(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, after: int, signals: int, told: bool
+) -> None:
+    """It is passed on, and the service ends in its own way; a third one kills what still runs. Nothing waits for the drain's time."""
+    done = tmp_path / "done"
+    run = supervisor(
+        tmp_path, free_port(), {"GLM53_DRAIN_TIMEOUT_S": "300"}, gpu_worker=SLEEP, gateway=STUBBORN.format(after=after, done=str(done))
+    )
+    caplog.set_level("INFO")
+
+    def press() -> None:
+        gateway = run._services[-1]
+        assert wait_for(lambda: gateway.running and time.monotonic() - gateway.started_at > 1.0, 20)
+        for number in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert wait_for(lambda number=number: number == 0 or "second signal" in caplog.text)
+            time.sleep(0.5)
+
+    began = time.monotonic()
+    thread = threading.Thread(target=press)
+    thread.start()
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert time.monotonic() - began < 100
+    assert done.exists() == told
+    assert not any(service.running for service in run._services)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:31555", "[::1]:31555", "unix:/tmp/glm53-test-worker.sock"])
+def test_a_worker_address_of_the_users_is_honoured(tmp_path: Path, address: str) -> None:
+    """The services are told the address that was set; without one a socket of the instance's own."""
+    for given, expected in ({"GLM53_WORKER_ADDRESS": address}, address), ({}, f"unix:{tmp_path}/state/worker.sock"):
+        run = supervisor(tmp_path, free_port(), given, gpu_worker=SLEEP, gateway=SLEEP)
+        assert {service.env["GLM53_WORKER_ADDRESS"] for service in run._services} == {expected}
+
+
+@pytest.mark.parametrize("address", ["a:1,b:2", "dns:///workers:30051", "127.0.0.1:0", "127.0.0.1", "unix:relative"])
+def test_a_worker_address_that_no_single_worker_can_have_is_refused(tmp_path: Path, address: str) -> None:
+    """Lists and names are for gateways of their own: said so, not silently replaced."""
+    with pytest.raises(ConfigError, match=r"GLM53_WORKER_ADDRESS.*python -m services\.gateway"):
+        supervisor(tmp_path, free_port(), {"GLM53_WORKER_ADDRESS": address}, gateway=SLEEP)
+
+
+def test_an_orderly_end_leaves_no_folder(tmp_path: Path) -> None:
+    """The folders that we name ourselves go when they are empty; what somebody else keeps there, and folders of the user's, stay."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    ours, theirs = tmp_path / "glm53-0" / "p1", tmp_path / "glm53-0" / "p2"
+    instance = Instance("p1", shm, ours, own_folder=True)
+    other = Instance("p2", shm, theirs, own_folder=True)
+    instance.acquire()
+    other.acquire()
+    instance.release()
+    assert not ours.exists()
+    (theirs / "notes").write_text("mine")
+    other.release()
+    assert [path.name for path in theirs.iterdir()] == ["notes"]
+    (theirs / "notes").unlink()
+    other.acquire()
+    other.release()
+    assert not theirs.parent.exists()
+    given = Instance("a", shm, theirs)
+    given.acquire()
+    given.release()
+    assert theirs.is_dir()
+
+
+def test_servers_that_come_and_go_do_not_take_each_others_folder(tmp_path: Path) -> None:
+    """One removes the common folder while the other makes its lock there."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    problems: list[Exception] = []
+
+    def come_and_go(name: str) -> None:
+        try:
+            for _ in range(200):
+                instance = Instance(name, shm, tmp_path / "glm53-0" / name, own_folder=True)
+                instance.acquire()
+                instance.release()
+        except (ConfigError, OSError) as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=come_and_go, args=(f"p{number}",)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
 @pytest.mark.parametrize("heard", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], indirect=True)
 def test_crashed_services_come_back_and_a_signal_stops_all(tmp_path: Path, caplog: pytest.LogCaptureFixture, heard: signal.Signals) -> None:
     """A killed child is started again; SIGTERM, Ctrl-C and a closed terminal end every child and return 0."""
