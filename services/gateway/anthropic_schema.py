@@ -10,7 +10,7 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
 from services.gateway.formats import Body
-from services.gateway.refusals import refuse_fields
+from services.gateway.refusals import refuse_chat_only, refuse_fields
 from services.gateway.schemas import Number, with_sampling
 
 
@@ -39,10 +39,18 @@ class ThinkingOptions(Body):
     budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
 
 
+class OutputFormat(Body):
+    """`output_config.format`: JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
 class OutputConfig(Body):
     """`output_config`."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
 
 
 # For /openapi.json: blocks are checked one by one, so that errors name the one at fault.
@@ -84,7 +92,7 @@ class MessagesBody(CountBody):
     metadata: dict[str, Any] | None = None
 
 
-_REFUSED = ("container", "mcp_servers")
+_REFUSED = ("container", "mcp_servers", "output_format")
 
 # Fields of the chat request → fields of this one, for errors.
 CHAT_NAMES = {
@@ -92,11 +100,14 @@ CHAT_NAMES = {
     "thinking_token_budget": "thinking",
     "chat_template_kwargs": "thinking",
     "reasoning_effort": "thinking",
+    "response_format": "output_config",
 }
 # The same inside paths and messages.
 CHAT_WORDS = {
     ".function.parameters": ".input_schema",
     ".function.": ".",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
@@ -114,6 +125,7 @@ def check(body: CountBody) -> None:
         if (body.model_extra or {}).get(name):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
     refuse_fields(body.model_extra)
+    refuse_chat_only(body.model_extra)
     for index, tool in enumerate(body.tools or []):
         if tool.type not in (None, "custom"):
             raise UnsupportedParameter(
@@ -142,15 +154,24 @@ def chat_fields(body: CountBody, *, may_turn_off: bool) -> dict[str, Any]:
         if choice.disable_parallel_tool_use:
             fields["parallel_tool_calls"] = False
     fields |= _thinking(body, may_turn_off)
+    form = body.output_config.format if body.output_config is not None else None
+    if form is not None:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
     if isinstance(body, MessagesBody):
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
         fields |= {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
     return with_sampling(fields, body)
 
 
+# Other APIs' ways to speak of thinking, which say enough.
+_THINKING_FIELDS = ("chat_template_kwargs", "reasoning_effort", "thinking_token_budget")
+
+
 def _thinking(body: CountBody, may_turn_off: bool) -> dict[str, Any]:
     effort = body.output_config.effort if body.output_config is not None else None
     wanted = body.thinking
+    if wanted is None and any((body.model_extra or {}).get(name) is not None for name in _THINKING_FIELDS):
+        return {} if effort is None else {"reasoning_effort": effort}
     if wanted is None and effort is None:
         return {"chat_template_kwargs": {"enable_thinking": False}} if may_turn_off else {"reasoning_effort": "low"}
     if wanted is not None and wanted.type == "disabled":

@@ -269,7 +269,7 @@ def _budget(body: ChatRequest, tail: PromptTail, language: Language) -> pb.Think
 def _thinking(body: ChatRequest, settings: GatewaySettings) -> Thinking:
     """What the request says about thinking, in whichever dialect it says it."""
     options = body.chat_template_kwargs
-    enabled, effort, clear, param = None, body.reasoning_effort, None, "reasoning_effort"
+    enabled, effort, clear, param = None, _effort(body), None, "reasoning_effort"
     if body.thinking is not None:
         enabled, clear, param = body.thinking.type == "enabled", body.thinking.clear_thinking, "thinking"
     if options is not None:
@@ -285,6 +285,18 @@ def _thinking(body: ChatRequest, settings: GatewaySettings) -> Thinking:
         off_policy=settings.thinking_off_policy,
         param=param,
     )
+
+
+def _effort(body: ChatRequest) -> str | None:
+    """The effort that is asked for.
+
+    Raises:
+        InvalidRequest: two fields ask for different ones.
+    """
+    other = body.reasoning.effort if body.reasoning is not None else None
+    if body.reasoning_effort is None or other in (None, body.reasoning_effort):
+        return body.reasoning_effort or other
+    raise InvalidRequest(f"reasoning.effort is {other}, but reasoning_effort is {body.reasoning_effort}; send one.", param="reasoning")
 
 
 async def _prompt(

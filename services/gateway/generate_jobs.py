@@ -17,7 +17,7 @@ from services.gateway.schemas import CompletionRequest, parse, renaming
 from services.gateway.services import Job, Scoring
 
 # Names of sampling_params → those of /v1/completions.
-_NAMES = {
+NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "no_stop_trim": "include_stop_str_in_output",
@@ -124,7 +124,7 @@ def _part(given: dict[str, Any], prompt: Any, prompt_path: str, params_path: str
 async def _prepared(part: _Part, body: GenerateBody, ready: Ready, request_id: str) -> Job:
     sampling = part.sampling
     known = sampling.model_dump(include=set(NativeSampling.model_fields), exclude_none=True)
-    fields = {_NAMES.get(name, name): value for name, value in known.items()}
+    fields = {NAMES.get(name, name): value for name, value in known.items()}
     scored = part.logprobs and part.first >= 0
     if sampling.max_new_tokens == 0 and not scored:
         raise InvalidRequest(
@@ -132,7 +132,7 @@ async def _prepared(part: _Part, body: GenerateBody, ready: Ready, request_id: s
         )
     name = _prompt_name(body)
     names = dict.fromkeys(fields, part.params_path) | {"prompt": name, "logprobs": "top_logprobs_num"}
-    words = {_NAMES.get(native, native): f"{part.params_path}.{native}" for native in sorted(NativeSampling.model_fields, key=len)}
+    words = {NAMES.get(native, native): f"{part.params_path}.{native}" for native in sorted(NativeSampling.model_fields, key=len)}
     with renaming(names, {("prompt[0]" if part.prompt_path != name else "prompt"): part.prompt_path} | words):
         request = parse(
             CompletionRequest,

@@ -14,12 +14,12 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.accept import read_body, ready_for, services_of
 from services.gateway.chat import render
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
-from services.gateway.generate_jobs import generate_job
+from services.gateway.generate_jobs import NAMES, generate_job
 from services.gateway.idempotency import once
-from services.gateway.native_schemas import DetokenizeBody, GenerateBody, TokenizeBody
-from services.gateway.refusals import refuse_fields, refuse_unsupported
+from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
+from services.gateway.refusals import REFUSED, refuse_fields, refuse_unsupported
 from services.gateway.run import complete, respond
-from services.gateway.schemas import ChatRequest, parse
+from services.gateway.schemas import ChatRequest, SamplingFields, parse
 from services.gateway.services import Job
 
 router = APIRouter()
@@ -168,7 +168,16 @@ def _refuse(body: GenerateBody) -> None:
     for name in _UNSUPPORTED:
         if (body.model_extra or {}).get(name) not in (None, False, []):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    for name, value in (body.model_extra or {}).items():
+        if name in NativeSampling.model_fields and value is not None and value not in REFUSED.get(name, ()):
+            raise UnsupportedParameter(f"{name} belongs into sampling_params.", param=name)
     refuse_fields(body.model_extra)
     several = isinstance(body.sampling_params, list)
     for index, sampling in enumerate(body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]):
-        refuse_fields(sampling.model_extra if sampling is not None else None, f"sampling_params[{index}]" if several else "sampling_params")
+        where = f"sampling_params[{index}]" if several else "sampling_params"
+        unknown = sampling.model_extra or {} if sampling is not None else {}
+        refuse_fields(unknown, where)
+        for name in unknown.keys() & SamplingFields.model_fields.keys() - REFUSED.keys():
+            if unknown[name] is not None:
+                own = next((f"use {native}" for native, ours in NAMES.items() if ours == name), "leave it out")
+                raise UnsupportedParameter(f"{where}.{name} is not a name of this API; {own}.", param=where)

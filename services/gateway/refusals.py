@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.common.errors import UnsupportedParameter
+from services.gateway.formats import Body
+from services.gateway.schema_places import written
 from services.gateway.schemas import ChatRequest, SamplingFields
 
 # Field → the values that ask for nothing.
@@ -71,6 +73,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_a": (0, 0.0),
     "typical": (1, 1.0),
     # Other names of what this server has: ignoring them would be as wrong.
+    "enable_thinking": (True,),
     "max_length": (),
     "max_new_tokens": (),
     "min_new_tokens": (0,),
@@ -82,9 +85,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "repeat_penalty": (1, 1.0),
     "response_prefix": ("",),
     "template_vars": ({},),
+    "thinking_budget": (-1,),
 }
 
 OWN_NAMES = {
+    "enable_thinking": "chat_template_kwargs",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -96,19 +101,19 @@ OWN_NAMES = {
     "repeat_penalty": "repetition_penalty",
     "response_prefix": "continue_final_message",
     "template_vars": "chat_template_kwargs",
+    "thinking_budget": "thinking_token_budget",
 }
 
-# What chat_template_kwargs must not replace: these are the conversation, not an option of the template.
-_TEMPLATE_RESERVED = (
-    "add_generation_prompt",
-    "chat_template",
-    "continue_final_message",
-    "conversation",
-    "documents",
-    "messages",
-    "tokenize",
-    "tools",
-)
+# Fields of the chat API that /v1/responses and /v1/messages have no way to answer, and the values that ask for nothing.
+CHAT_ONLY: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+    "logprobs": (False, 0),
+    "n": (1,),
+    "top_logprobs": (0,),
+}
 
 
 def refuse_unsupported(request: SamplingFields) -> None:
@@ -118,12 +123,35 @@ def refuse_unsupported(request: SamplingFields) -> None:
         UnsupportedParameter: names the field.
     """
     refuse_fields(request.model_extra)
-    options = request.chat_template_kwargs if isinstance(request, ChatRequest) else None
-    for name in options.model_extra or {} if options else {}:
-        if name in _TEMPLATE_RESERVED:
-            raise UnsupportedParameter(
-                f"chat_template_kwargs.{name} cannot be set; use the request's own fields.", param="chat_template_kwargs"
-            )
+    if isinstance(request, ChatRequest):
+        for name in ("chat_template_kwargs", "reasoning", "thinking"):
+            refuse_unknown(getattr(request, name), name)
+
+
+def refuse_unknown(options: Body | None, param: str) -> None:
+    """Refuses fields that a group of options does not have: each would change what the model is asked.
+
+    Raises:
+        UnsupportedParameter: names the field, and those that there are.
+    """
+    if options is None:
+        return
+    for name, value in (options.model_extra or {}).items():
+        if value is not None:
+            known = ", ".join(type(options).model_fields)
+            raise UnsupportedParameter(f"{written(param, name)} is not an option of this server; {param} has {known}.", param=param)
+
+
+def refuse_chat_only(unknown: Mapping[str, Any] | None) -> None:
+    """Refuses what only the chat API can answer, on the URLs of the other APIs.
+
+    Raises:
+        UnsupportedParameter: names the field.
+    """
+    for name, neutral in CHAT_ONLY.items():
+        value = (unknown or {}).get(name)
+        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
+            raise UnsupportedParameter(f"{name} is not supported here; leave it out, or use /v1/chat/completions.", param=name)
 
 
 def refuse_fields(unknown: Mapping[str, Any] | None, param: str | None = None) -> None:

@@ -16,10 +16,11 @@ from services.gateway.answers import Head
 from services.gateway.chat import plan_chat
 from services.gateway.errors import UnknownResponse
 from services.gateway.idempotency import once
+from services.gateway.refusals import refuse_unsupported
 from services.gateway.responses_answer import ResponsesAnswer
 from services.gateway.responses_schema import CHAT_NAMES, CHAT_WORDS, ResponsesBody, chat_fields, check, echoed, messages_of
 from services.gateway.run import respond
-from services.gateway.schemas import ChatRequest, parse, renaming
+from services.gateway.schemas import ChatRequest, our_names, parse, renaming
 from services.gateway.services import Job
 from services.gateway.stores import stores_of
 
@@ -40,8 +41,11 @@ async def create_response(request: Request) -> Response:
         # Instructions are of this response alone: the next one may bring others.
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages = earlier + own
-        with renaming(CHAT_NAMES, CHAT_WORDS):
+        names = our_names(CHAT_NAMES, body), our_names(CHAT_WORDS, body)
+        with renaming(*names):
             chat = parse(ChatRequest, chat_fields(body, system + messages))
+        refuse_unsupported(chat)
+        with renaming(*names):
             plan = await plan_chat(chat, ready.info, ready.language, services_of(request).settings, request.state.request_id)
         identity = Head(f"resp_{request.state.request_id}", ready.info.model_name, "")
         made = ResponsesAnswer(identity, plan.parsers[0], plan.prompt_tokens, echoed(body))

@@ -10,8 +10,8 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
 from services.gateway.formats import Body
-from services.gateway.refusals import refuse_fields
-from services.gateway.schemas import Effort, Number, with_sampling
+from services.gateway.refusals import refuse_chat_only, refuse_fields, refuse_unknown
+from services.gateway.schemas import Number, Reasoning, with_sampling
 
 
 class ResponseTool(Body):
@@ -31,13 +31,6 @@ class NamedChoice(Body):
     name: str
 
 
-class Reasoning(Body):
-    """`reasoning`."""
-
-    effort: Effort | None = None
-    summary: str | None = None
-
-
 class TextFormat(Body):
     """`text.format`."""
 
@@ -51,7 +44,7 @@ class TextOptions(Body):
     """`text`."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponsesBody(Body):
@@ -78,7 +71,7 @@ class ResponsesBody(Body):
     user: str | None = None
 
 
-_REFUSED = ("conversation", "prompt", "max_tool_calls", "top_logprobs")
+_REFUSED = ("conversation", "prompt", "max_tool_calls")
 
 
 def check(body: ResponsesBody) -> None:
@@ -94,7 +87,13 @@ def check(body: ResponsesBody) -> None:
     for name in _REFUSED:
         if (body.model_extra or {}).get(name) not in (None, 0):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
+    if "message.output_text.logprobs" in (body.include or ()):
+        raise UnsupportedParameter(
+            "include: message.output_text.logprobs is not supported here; use /v1/chat/completions.", param="include"
+        )
     refuse_fields(body.model_extra)
+    refuse_chat_only(body.model_extra)
+    refuse_unknown(body.reasoning, "reasoning")
     for index, tool in enumerate(body.tools or []):
         if tool.type != "function":
             raise UnsupportedParameter(f"tools[{index}] has type {tool.type!r}; this server takes functions only.", param=f"tools[{index}]")

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from prometheus_client import Counter
-from pydantic import Field, ValidationError, field_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter
@@ -141,9 +141,23 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+# For /openapi.json; refusals.py refuses what these classes do not have.
+_NOTHING_ELSE = ConfigDict(json_schema_extra={"additionalProperties": False})
+
+
+class Reasoning(Body):
+    """`reasoning`, as OpenAI's Responses API and OpenRouter have it; there are no summaries to choose between."""
+
+    model_config = _NOTHING_ELSE
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
 class TemplateOptions(Body):
     """`chat_template_kwargs`: what the chat template lets a client choose."""
 
+    model_config = _NOTHING_ELSE
     enable_thinking: bool | None = None
     thinking: bool | None = None
     reasoning_effort: Effort | None = None
@@ -153,6 +167,7 @@ class TemplateOptions(Body):
 class ThinkingSwitch(Body):
     """`thinking`, as z.ai's API has it."""
 
+    model_config = _NOTHING_ELSE
     type: Literal["enabled", "disabled"]
     clear_thinking: bool | None = None
 
@@ -188,6 +203,7 @@ class ChatRequest(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking: ThinkingSwitch | None = None
@@ -207,6 +223,11 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
+
+
+def our_names(names: Mapping[str, str], body: Body) -> dict[str, str]:
+    """Of our names → the client's, those that the client did not write itself."""
+    return {ours: theirs for ours, theirs in names.items() if ours not in (body.model_extra or {})}
 
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
@@ -308,6 +329,20 @@ def _note_unknown(request: Body) -> None:
 
 # What clients of vLLM and SGLang also send to the APIs of OpenAI and Anthropic that have no such fields.
 _SAMPLING = (
+    "chat_template_kwargs",
+    "ebnf",
+    "grammar",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_json_object",
+    "guided_regex",
+    "json_schema",
+    "reasoning_effort",
+    "regex",
+    "structured_outputs",
+    "thinking",
+    "thinking_token_budget",
     "allowed_token_ids",
     "bad_words",
     "frequency_penalty",
@@ -328,6 +363,6 @@ _SAMPLING = (
 
 
 def with_sampling(fields: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Fields of a chat request, with the sampling fields that a body of another API has beyond its own."""
+    """Fields of a chat request, with those of sampling, forms and thinking that a body of another API has beyond its own."""
     extra = body.model_extra or {}
     return fields | {name: extra[name] for name in _SAMPLING if name in extra and fields.get(name) is None}

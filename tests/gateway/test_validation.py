@@ -123,9 +123,28 @@ CHAT_ONLY: dict[str, list[Any]] = {
         {"messages": []},
         {"tools": []},
         {"add_generation_prompt": False},
+        {"enable_thinkin": False},
+        {"frobnicate": 0},
         *NOT_OBJECTS,
     ],
-    "thinking": [{}, {"type": "x"}, {"type": True}, {"type": "enabled", "clear_thinking": 1}, *NOT_OBJECTS],
+    "thinking": [
+        {},
+        {"type": "x"},
+        {"type": True},
+        {"type": "enabled", "clear_thinking": 1},
+        {"type": "enabled", "budget_tokens": 5},
+        *NOT_OBJECTS,
+    ],
+    "reasoning": [
+        {"effort": "x"},
+        {"effort": "Low"},
+        {"effort": 5},
+        {"summary": "x"},
+        {"summary": True},
+        {"max_tokens": 5},
+        {"enabled": False},
+        *NOT_OBJECTS,
+    ],
 }
 TEXT_ONLY: dict[str, list[Any]] = {
     "prompt": [
