@@ -278,6 +278,7 @@ void DevicePager::fetch(const Step& step, uint64_t pass) {
   for (const FastParts::Entry& entry : f.entries) {
     if (entry.in_lane) {
       count(Lane::kCpu, entry.picks.count);
+      counters_[kMissed] += entry.slot == SlotTable::kNone;
     } else if (entry.slot != SlotTable::kNone) {
       count(Lane::kHit, entry.picks.count);
       counters_[kHits] += entry.picks.count;

@@ -115,7 +115,7 @@ ABI_API int glm53_pager_where(Glm53Pager* pager, int32_t* slot_of);
 ABI_API int glm53_pager_heat_read(Glm53Pager* pager, float* slow, float* fast);
 ABI_API int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const float* fast);
 /* counters u64[8]: layer steps, picks, hits, distinct records missed, of these admitted, in transit, read in place, bytes copied. -1 when a
- * driver call failed: what is running may be wrong. */
+ * driver call failed: what is running may be wrong. What was missed and is none of the three went to the CPU lane. */
 ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);
 /* The costs and the split alone, without a device: how many of num_misses records, coldest first, go to the CPU lane. lane_us: [8], one
  * expert with 1..8 rows; job_us < 0: there was no probe. predicted_us: [2], device and lane. */

@@ -36,10 +36,13 @@ def test_every_placement_gives_the_reference_bits(made: Stage, forced: Forced) -
         w.pager.force(forced, seed=5)
         for _ in range(40):
             w.decode()
-        stats = w.pager.fast_stats()
-        w.pager.counters()
+        stats, counters = w.pager.fast_stats(), w.pager.counters()
     used = {lane for lane, picks in stats["picks"].items() if picks}
     assert stats["recomputed_picks"] == 0
+    assert sum(stats["picks"].values()) == counters.picks
+    assert stats["picks"]["hit"] == counters.hits
+    assert counters.missed >= counters.admitted + counters.transit + counters.in_place
+    assert counters.missed <= counters.admitted + counters.transit + counters.in_place + stats["experts"]["cpu"]
     if forced == Forced.ALL_LANE:
         assert used == {"cpu"}
         assert stats["cpu_expert_bytes"] > 0

@@ -43,7 +43,8 @@ class OnDemand:
         copy_stream: Any,
         policy: PagerPolicy | None = None,
     ) -> None:
-        self.num_transit = min(TRANSIT_SLOTS, slots.shape[0] // 8)
+        # With a slot for every record nothing passes through.
+        self.num_transit = min(TRANSIT_SLOTS, slots.shape[0] // 8) if slots.shape[0] < records.num_records else 0
         self._shape = (records.num_layers, records.num_experts)
         self._table = table
         self._keep = [slots, copy_stream, records]

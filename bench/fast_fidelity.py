@@ -1,0 +1,99 @@
+"""What `bench.gpu_fast` makes of logits: hashes, divergences with an interval by prompt, agreement. No GPU, no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+_BOOTSTRAPS = 2000
+
+
+@dataclass(frozen=True)
+class Run:
+    """Logits of forced decode steps, in one order for every run: float32 [vocab] for each position, and the prompt of each."""
+
+    logits: list[Logits]
+    prompts: list[int]
+    facts: dict[str, Any]
+
+
+def digest(run: Run) -> str:
+    """One hash of all bits of all steps."""
+    total = hashlib.sha256()
+    for row in run.logits:
+        total.update(np.ascontiguousarray(row, np.float32).tobytes())
+    return total.hexdigest()
+
+
+def steps_differing(want: Run, got: Run) -> int:
+    """Positions whose logits differ in any bit."""
+    if len(want.logits) != len(got.logits):
+        return max(len(want.logits), len(got.logits))
+    return sum(a.tobytes() != b.tobytes() for a, b in zip(want.logits, got.logits, strict=True))
+
+
+def divergences(want: Run, got: Run) -> NDArray[np.float64]:
+    """KL(want || got) of every position, in nats."""
+    return np.array([_divergence(a, b) for a, b in zip(want.logits, got.logits, strict=True)])
+
+
+def _divergence(want: Logits, got: Logits) -> float:
+    p, q = _log_softmax(want), _log_softmax(got)
+    return float(np.sum(np.exp(p) * (p - q)))
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max()
+    result: NDArray[np.float64] = wide - np.log(np.exp(wide).sum())
+    return result
+
+
+def agreement(want: Run, got: Run) -> float:
+    """Share of positions with the same most likely token."""
+    return float(np.mean([int(a.argmax()) == int(b.argmax()) for a, b in zip(want.logits, got.logits, strict=True)]))
+
+
+def interval(values: NDArray[np.float64], prompts: Sequence[int], seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean; prompts are drawn, not positions, which are not independent."""
+    names, numbers = np.unique(np.asarray(prompts), return_inverse=True)
+    sums = np.bincount(numbers, weights=values)
+    counts = np.bincount(numbers)
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, len(names), (_BOOTSTRAPS, len(names)))
+    means = sums[drawn].sum(1) / counts[drawn].sum(1)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def summary(exact: Run, fast: Run, noisy: Sequence[Run], placements: dict[str, Run]) -> dict[str, Any]:
+    """The figures that are quoted.
+
+    Args:
+        exact, fast: the two modes.
+        noisy: exact with noise of stock's own size in its experts, one run for each seed.
+        placements: fast with other placements, by name.
+    """
+    ours = divergences(exact, fast)
+    floors = [divergences(exact, run) for run in noisy]
+    floor = float(np.mean([values.mean() for values in floors])) if floors else None
+    top1_floor = float(np.mean([agreement(exact, run) for run in noisy])) if floors else None
+    low, high = interval(ours, exact.prompts)
+    hashes = {name: digest(run) for name, run in placements.items()}
+    return {
+        "placement_invariant": bool(hashes) and set(hashes.values()) == {digest(fast)},
+        "placements": len(hashes),
+        "positions": len(exact.logits),
+        "kl_fast_vs_exact": float(ours.mean()),
+        "kl_fast_vs_exact_95": [low, high],
+        "kl_noise_floor": floor,
+        "kl_over_floor": float(ours.mean()) / floor if floor else None,
+        "top1_fast": agreement(exact, fast),
+        "top1_noise_floor": top1_floor,
+    }

@@ -1,0 +1,206 @@
+"""`bench.gpu_fast` without a GPU: its dry run, its figures, and its whole fidelity part over a fake exllamav3 with a real cpu_expert."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench import fast_fidelity, gpu_fast, gpu_fast_rig, report
+from bench.fast_fidelity import Run
+from kernels.python.cuda_expert import StepArguments
+from kernels.python.expert import ExpertPool, ExpertTask
+from services.gpu_worker.backends.exl3 import backend as backend_module
+from services.gpu_worker.backends.exl3 import loader
+from services.gpu_worker.patches import pointer_tables
+from services.gpu_worker.patches.expert_load import MoeLayer
+from services.gpu_worker.patches.replace import Replacements
+from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Stage
+from tests.tier.simulated_gpu import FastKernels
+from tests.unit import test_exl3_fast as fast_base
+from tests.unit.test_exl3_backend import FakeCache
+
+host_as_device, driver, made, shm_dir = fast_base.host_as_device, fast_base.driver, fast_base.made, fast_base.shm_dir
+immediate = fast_base.immediate
+VOCAB = 48
+
+
+def test_the_dry_run_writes_every_figure(tmp_path: Path) -> None:
+    """The command as a GPU machine runs it, but for the GPU: rows, summary, exit code."""
+    out = tmp_path / "fast.json"
+    command = [sys.executable, "-m", "bench.gpu_fast", "--dry-run", "--out", str(out)]
+    done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads(out.read_text())["summary"]
+    assert summary["dry_run"] is True
+    assert summary["placement_invariant"] is True
+    wanted = (
+        "c1_tok_s",
+        "c2_tok_s",
+        "c4_tok_s",
+        "c4_vs_exact",
+        "c1_vs_exact",
+        "c1_vs_exact_derated",
+        "step_over_bound",
+        "planner_error_pct",
+    )
+    assert all(summary[name] is not None for name in (*wanted, "kl_fast_vs_exact", "kl_noise_floor", "top1_fast", "publish_to_reply_us"))
+
+
+def test_divergence_agreement_and_interval() -> None:
+    """KL of equal logits is 0, of others what the formula gives; the interval holds the mean and is as wide as prompts differ."""
+    rng = np.random.default_rng(1)
+    rows = [rng.standard_normal(8).astype(np.float32) for _ in range(40)]
+    prompts = [i // 10 for i in range(40)]
+    one = Run(rows, prompts, {})
+    other = Run([row + np.float32(0.1) * rng.standard_normal(8).astype(np.float32) for row in rows], prompts, {})
+    assert fast_fidelity.divergences(one, one).max() < 1e-12
+    p, q = (np.exp(a.astype(float)) / np.exp(a.astype(float)).sum() for a in (rows[0], other.logits[0]))
+    assert fast_fidelity.divergences(one, other)[0] == pytest.approx(float((p * np.log(p / q)).sum()))
+    assert fast_fidelity.agreement(one, one) == 1.0
+    assert fast_fidelity.digest(one) == fast_fidelity.digest(Run([row.copy() for row in rows], prompts, {}))
+    assert fast_fidelity.digest(one) != fast_fidelity.digest(other)
+    assert fast_fidelity.steps_differing(one, other) == 40
+    values = np.repeat([0.0, 1.0, 0.0, 1.0], 10)
+    low, high = fast_fidelity.interval(values, prompts)
+    assert low == 0.0
+    assert high == 1.0
+    assert fast_fidelity.interval(np.full(40, 0.3), prompts) == pytest.approx((0.3, 0.3))
+
+
+class Stock:
+    """exllamav3's compiled layer: fp16 roundings of its own, the shared expert inside, picks of weight 0 neither read nor computed."""
+
+    def __init__(self, layer: int, stage: Stage, out: torch.Tensor) -> None:
+        self._layer, self._arena, self._out, self._pool = layer, stage.arena, out, ExpertPool("scalar")
+
+    def run_bszN(self, y: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> None:
+        shape = self._arena.shape(self._layer)
+        picks = np.zeros((selected.numel(), HIDDEN), np.float32)
+        x = y.numpy()
+        for pick, (expert, weight) in enumerate(zip(selected.flatten().tolist(), weights.flatten().tolist(), strict=True)):
+            if weight != 0:
+                row, out_row = np.array([pick // TOP_K], np.uint32), np.array([pick], np.uint32)
+                self._pool.run([ExpertTask(shape, self._arena.record(self._layer, expert), x, picks, row, out_row)])
+        rounded = torch.from_numpy(picks).half().float().view(*selected.shape, HIDDEN)
+        self._out[: len(y)] = (weights.float()[..., None] * rounded).sum(1) + 0.125 * y.float()
+
+
+class FakeModel:
+    """A decoder whose only state is each stream's length."""
+
+    def __init__(self, layers: list[MoeLayer]) -> None:
+        self.layers = layers
+        random = torch.Generator().manual_seed(3)
+        self.embedding, self.head = torch.randn(VOCAB, HIDDEN, generator=random), torch.randn(HIDDEN, VOCAB, generator=random)
+        self.gate = torch.randn(HIDDEN, EXPERTS, generator=random)
+
+    def get_recurrent_layers(self) -> list[str]:
+        return []
+
+    def forward(self, ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        tokens = ids.flatten()
+        place = params["cache_seqlens"].repeat_interleave(ids.shape[1])
+        hidden = self.embedding[tokens % VOCAB] + 0.1 * torch.sin(place[:, None].float() * torch.arange(HIDDEN))
+        for layer in self.layers:
+            mlp, rows = layer.mlp, len(tokens)
+            y = torch.nn.functional.normalize(hidden, dim=1).mul(8).half()
+            chosen = (y.float() @ self.gate).topk(TOP_K)
+            selected, weights = chosen.indices, chosen.values.softmax(1).half().contiguous()
+            mlp.cpu_split_submit(y, rows, selected, weights)
+            if rows <= 8:
+                mlp.bc.run_bszN(y, selected, weights)
+                hidden = hidden + mlp.experts_cfg.out_bszn[:rows]
+            mlp.cpu_split_combine(None, None, None, None)
+        logits = hidden @ self.head
+        return logits[-params.get("last_tokens_only", len(tokens)) :].view(ids.shape[0], -1, VOCAB)
+
+
+def make_layer(stage: Stage, index: int) -> MoeLayer:
+    out = torch.zeros(8, HIDDEN)
+    mlp = types.SimpleNamespace(
+        experts_cfg=types.SimpleNamespace(out_bszn=out),
+        bc_sh_exp=True,
+        bc=Stock(index, stage, out),
+        cpu_split_first=None,
+        cpu_split_submit=None,
+        cpu_split_combine=None,
+    )
+    return MoeLayer(index, mlp, EXPERTS)
+
+
+@pytest.fixture
+def rig(made: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The bench's rig over a fake model."""
+    real = {name: getattr(torch, name) for name in ("empty", "zeros")}
+    fake = types.SimpleNamespace(
+        **{name: getattr(torch, name) for name in ("tensor", "int32", "int64", "float32", "inference_mode", "AcceleratorError", "device")},
+        **{name: lambda *a, pin_memory=False, name=name, **k: real[name](*a, **k) for name in ("empty", "zeros")},
+        cuda=types.SimpleNamespace(
+            synchronize=lambda _d: None, current_device=lambda: 0, current_stream=lambda _d: types.SimpleNamespace(synchronize=lambda: None)
+        ),
+    )
+    monkeypatch.setattr(backend_module, "torch", fake)
+    shapes = [made.arena.shape(layer) for layer in range(LAYERS)]
+    kernels = FastKernels(fast_base.ImmediateGpu(), shapes)  # type: ignore[arg-type]
+
+    class RunKernels:
+        """`CudaExperts.run` on the CPU."""
+
+        def __init__(self, shape: Any, _max_picks: int, _device: int) -> None:
+            self._handle = 1 + next(i for i, known in enumerate(shapes) if bytes(known) == bytes(shape))
+
+        def run(self, routing: Any, x: int, *, y: int, stream: int) -> None:
+            names = ("records", "selected", "weights", "num_experts", "rows", "top_k", "selected_type", "weights_dtype")
+            step = StepArguments(x=x, y=y, x_dtype=1, **{name: getattr(routing, name) for name in names})
+            kernels._run(self._handle, ctypes.addressof(step), stream)
+
+        def close(self) -> None:
+            pass
+
+        def __enter__(self) -> RunKernels:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(gpu_fast_rig, "CudaExperts", RunKernels)
+    layers = [make_layer(made, layer) for layer in range(LAYERS)]
+    records = fast_base.ArenaRecords(made)
+    table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
+    loaded = loader.Loaded(FakeModel(layers), FakeCache(64 * 2048), layers, records, table, Replacements())  # type: ignore[arg-type]
+    made.region.unlink()  # the rig makes its own, one for each setting
+    lane = gpu_fast_rig.LaneProcess(made.instance, str(made.shm_dir), 1)
+    yield gpu_fast_rig.GpuRig(loaded, TOP_K, VOCAB, made.instance, lane, time.monotonic() + 600, str(made.shm_dir))
+    lane.close()
+    made.restart_region()  # for the end of the stage
+
+
+def test_the_fidelity_part_finds_equal_bits_and_a_noise_floor(rig: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every placement, also while cpu_expert is killed: one hash. exact is reproducible, noise of its own size makes the floor."""
+    monkeypatch.setattr(gpu_fast, "GROUPS", (1, 3))
+    monkeypatch.setattr(gpu_fast, "NOISE_SEEDS", 2)
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, VOCAB, 4 + 5 * i).tolist() for i in range(4)]
+    gpu_fast.fidelity(rig, gpu_fast_rig.Setting, prompts, results, steps=6)
+    rows = {row["name"]: row for row in results.rows}
+    assert rows["exact again"]["differing"] == 0
+    assert rows["every pick on the CPU"]["picks"]["cpu"] > 0
+    assert rows["every record read in place"]["picks"]["zero_copy"] > 0
+    assert rows["every expert in VRAM"]["picks"]["hit"] > 0
+    assert results.summary["placement_invariant"] is True, [(row["name"], row.get("differing")) for row in results.rows]
+    assert results.summary["positions"] == 6 * 4
+    assert 0 < results.summary["fast_relative_rms"] < results.summary["stock_relative_rms"] < 2e-3
+    assert results.summary["kl_noise_floor"] > 0
+    assert results.summary["kl_fast_vs_exact"] < 100 * results.summary["kl_noise_floor"]
+    assert json.loads((tmp_path / "out.json").read_text())["summary"]["noise_seeds"] == 2
