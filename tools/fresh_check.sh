@@ -12,10 +12,12 @@ top=$(git rev-parse --show-toplevel)
 root=$(mktemp -d "${TMPDIR:-/tmp}/glm53-fresh.XXXXXX")
 mounts=()
 cleanup() {
+  [ -e "$root/root/glm53-offload/serve.pid" ] && kill -KILL -- "-$(cat "$root/root/glm53-offload/serve.pid")" 2>/dev/null || true
   for ((i = ${#mounts[@]} - 1; i >= 0; i--)); do umount -l "${mounts[i]}" || true; done
   case "$root" in */glm53-fresh.*) rm -rf --one-file-system "$root" ;; esac
 }
 trap cleanup EXIT
+trap 'exit 143' INT TERM HUP  # without it the shell would go and leave the mounts
 bind() { # bind SOURCE [TARGET]
   mkdir -p "$root${2:-$1}" && mount --bind "$1" "$root${2:-$1}" && mounts+=("$root${2:-$1}")
 }
