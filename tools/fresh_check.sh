@@ -63,6 +63,7 @@ if [ "$what" != test ]; then
   in_root "kill -TERM -- -\$(cat /root/glm53-offload/serve.pid)"
   for _ in $(seq 1 60); do in_root "ls /dev/shm | grep -q glm53" || { gone=1; break; }; sleep 1; done
   [ "${gone:-0}" = 1 ] || { echo "FAILED: shared memory was left behind" >&2; exit 1; }
+  rm -f "$root/root/glm53-offload/serve.pid"
   echo "== make serve: OK"
 fi
 if [ "$what" != serve ]; then
