@@ -6,6 +6,7 @@ The check is run for real against the image of a worker without a GPU: it must n
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.deploy import images
-from tests.deploy.engine import ROOT, Engine
+from tests.deploy.engine import ROOT, Engine, run
 from tools import check_gpu_image
 
 SAID = "FAIL  GPU: no NVIDIA GPU is visible\n      fix: hand the device in (compose: devices: nvidia.com/gpu=0)\n"
@@ -63,6 +64,13 @@ def test_each_fact_is_judged(name: str) -> None:
 def test_an_image_must_refuse_to_serve_without_its_gpu() -> None:
     """Exit code and words of the preflight are judged too."""
     assert len(check_gpu_image.faults(SOUND, 0, "serving on the CPU", ["86", "90"])) == 2
+
+
+@pytest.mark.containers
+def test_its_packages_can_be_had() -> None:
+    """The index has every pinned package of the image as a wheel for its system and Python; nothing but metadata is fetched."""
+    said = run([str(ROOT / "tools/image_requirements.sh"), "check", "gpu-worker"], os.environ, timeout_s=240)
+    assert said.splitlines()[-1] == "gpu-worker: every package is to be had for CPython 3.12"
 
 
 @pytest.mark.containers
