@@ -10,6 +10,7 @@ from fastapi import Request
 from services.common.errors import UnknownModel
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.keys import ApiKey
+from services.gateway.beside import receive_var
 from services.gateway.body import read_json_object
 from services.gateway.errors import ModelNotAllowed
 from services.gateway.services import Services
@@ -38,6 +39,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     """
     services = services_of(request)
     services.traffic.check_open()
+    receive_var.set(request.receive)
     return await read_json_object(request, services.settings.max_body_bytes, services.settings.body_timeout_s)
 
 

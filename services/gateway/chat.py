@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Head, UsageOptions
+from services.gateway.beside import SMALL_CHARS, beside
 from services.gateway.chat_answer import ChatAnswer, ChatOptions
 from services.gateway.constraints import Constrained, ToolDemand, constraint_for
 from services.gateway.errors import EmptyArray
@@ -29,12 +29,10 @@ from services.gateway.sampling import (
 from services.gateway.schemas import ChatRequest, NamedTool, SamplingFields
 from services.gateway.services import Job
 from services.gateway.settings import GatewaySettings
+from services.gateway.tokenizer import text_size
 from services.gateway.tool_check import check_tools
 from services.gateway.tool_schema import ToolSchemas
 from services.gateway.worker_client import Language
-
-# Longer prompts are rendered and encoded beside the event loop, so that running streams go on.
-_LARGE_PROMPT_CHARS = 20_000
 
 
 @dataclass(frozen=True)
@@ -303,10 +301,12 @@ async def _prompt(
     messages: list[dict[str, Any]], demand: ToolDemand | None, thinking: Thinking, prefill: Prefill | None, language: Language
 ) -> ChatPrompt:
     tools = list(demand.tools) if demand is not None else []
-    size = sum(len(message["content"]) for message in messages) + sum(len(str(tool)) for tool in tools)
-    if size < _LARGE_PROMPT_CHARS and len(messages) < 100:
+    # Templates leave earlier reasoning out, never what was said.
+    language.tokenizer.check_size(sum(len(message["content"]) for message in messages) + text_size(tools), "messages")
+    size = text_size(messages) + text_size(tools)
+    if size < SMALL_CHARS and len(messages) < 100:
         return language.template.prompt(messages, tools, thinking, prefill)
-    return await asyncio.to_thread(language.template.prompt, messages, tools, thinking, prefill)
+    return await beside(language.template.prompt, messages, tools, thinking, prefill)
 
 
 def _num_logprobs(body: ChatRequest) -> int:

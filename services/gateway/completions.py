@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Head
+from services.gateway.beside import SMALL_CHARS, beside
 from services.gateway.chat import copies, params_of, usage_options
 from services.gateway.completion_answer import CompletionAnswer, CompletionOptions
 from services.gateway.constraints import constraint_for
@@ -42,10 +42,14 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
     Raises:
         InvalidRequest: names the field at fault.
     """
-    prompts = [await _token_ids(prompt, path, body, info, language) for path, prompt in _prompts(body)]
-    count = body.n or 1
-    if len(prompts) * count > _MAX_CHOICES:
-        raise InvalidRequest(f"{len(prompts)} prompts with n={count} are more than {_MAX_CHOICES} choices.", param="prompt")
+    given, count = list(_prompts(body)), body.n or 1
+    if len(given) * count > _MAX_CHOICES:
+        raise InvalidRequest(f"{len(given)} prompts with n={count} are more than {_MAX_CHOICES} choices.", param="prompt")
+    if body.truncate_prompt_tokens is None:
+        # Of all, before the first of them is encoded.
+        for _, prompt in given:
+            language.tokenizer.check_size(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+    prompts = [await _token_ids(prompt, path, body, info, language) for path, prompt in given]
     constrained = constraint_for(body, None, tail=PromptTail.CONTENT, language=language, supported=info.supports_grammar)
     prompt_top = num_prompt_logprobs(body)
     bad_words = await bad_word_ids(body.bad_words, language.tokenizer)
@@ -146,7 +150,12 @@ async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.I
     kept = kept_tokens(body, info.max_context, body.max_tokens)
     if isinstance(prompt, str):
         add = body.add_special_tokens is not False
-        ids = await asyncio.to_thread(language.tokenizer.encode_raw, prompt, add_special_tokens=add)
+        if kept is not None and language.tokenizer.most_bytes:
+            # Of a text that is longer than any context only the end counts, with room for the first token to be cut elsewhere.
+            prompt = prompt[-(language.tokenizer.most_bytes - 1) :]
+        encode = language.tokenizer.encode_raw
+        small = len(prompt) < SMALL_CHARS
+        ids = encode(prompt, add_special_tokens=add) if small else await beside(encode, prompt, add_special_tokens=add)
     else:
         prompt = prompt if kept is None else prompt[-kept:]
         if len(prompt) > info.max_context:  # before each of what may be millions of ids is looked at
@@ -167,6 +176,6 @@ async def _texts(body: CompletionRequest, prompts: list[list[int]], language: La
     whole = body.truncate_prompt_tokens is None
     given = [prompt for _, prompt in _prompts(body)]
     return [
-        prompt if isinstance(prompt, str) and whole else await asyncio.to_thread(language.tokenizer.decode, ids)
+        prompt if isinstance(prompt, str) and whole else await beside(language.tokenizer.decode, ids)
         for prompt, ids in zip(given, prompts, strict=True)
     ]

@@ -12,10 +12,12 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import InvalidRequest, NotReady, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.accept import read_body, ready_for, services_of
+from services.gateway.beside import beside
 from services.gateway.chat import render
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
 from services.gateway.generate_jobs import NAMES, generate_job
 from services.gateway.idempotency import once
+from services.gateway.json_response import JsonResponse
 from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from services.gateway.refusals import REFUSED, refuse_fields, refuse_unsupported
 from services.gateway.run import complete, respond
@@ -23,6 +25,10 @@ from services.gateway.schemas import ChatRequest, SamplingFields, parse
 from services.gateway.services import Job
 
 router = APIRouter()
+
+# Of /tokenize and /detokenize: texts or lists of ids in one request, and ids that every model's users may send.
+_MAX_LISTS = 4096
+_LEAST_IDS = 65_536
 
 _UNSUPPORTED = (
     "image_data",
@@ -68,30 +74,55 @@ async def tokenize(request: Request) -> Response:
     else:
         add = body.add_special_tokens is not False
         texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
-        found = [await asyncio.to_thread(tokenizer.encode_raw, text, add_special_tokens=add) for text in texts]
+        if len(texts) > _MAX_LISTS:
+            raise InvalidRequest(f"prompt has {len(texts)} texts; this server takes {_MAX_LISTS}.", param="prompt")
+        tokenizer.check_size(sum(map(len, texts)), "prompt")
+        found = await beside(lambda: [tokenizer.encode_raw(text, add_special_tokens=add) for text in texts])
         single = isinstance(body.prompt, str)
         tokens, count = (found[0], len(found[0])) if single else (found, [len(ids) for ids in found])
-    return JSONResponse({"tokens": tokens, "count": count, "max_model_len": ready.info.max_context})
+    return JsonResponse({"tokens": tokens, "count": count, "max_model_len": ready.info.max_context})
 
 
 @router.post("/detokenize")
 @router.post("/v1/detokenize")
 async def detokenize(request: Request) -> Response:
     """The text of token ids, under SGLang's name and under vLLM's."""
-    body = parse(DetokenizeBody, await read_body(request))
+    raw = await read_body(request)
+    ready = await ready_for(request, None)
+    _check_count(raw.get("tokens"), ready.info)
+    body = parse(DetokenizeBody, raw)
     ready = await ready_for(request, body.model)
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: list[Any] = body.tokens if several else [body.tokens]
-    hidden = ready.language.tokenizer.special_ids if body.skip_special_tokens else frozenset[int]()
-    texts = []
-    for ids in lists:
-        for token_id in ids:
-            if token_id >= ready.info.vocab_size:
-                raise InvalidRequest(f"tokens has the id {token_id}; this model's ids are below {ready.info.vocab_size}.", param="tokens")
-        shown = [token_id for token_id in ids if token_id not in hidden]
-        texts.append(await asyncio.to_thread(ready.language.tokenizer.decode, shown))
+    tokenizer = ready.language.tokenizer
+    hidden = tokenizer.special_ids if body.skip_special_tokens else frozenset[int]()
+    vocab_size = ready.info.vocab_size
+
+    def decode() -> list[str]:
+        if (largest := max((max(ids, default=0) for ids in lists), default=0)) >= vocab_size:
+            raise InvalidRequest(f"tokens has the id {largest}; this model's ids are below {vocab_size}.", param="tokens")
+        return [tokenizer.decode([token_id for token_id in ids if token_id not in hidden]) for ids in lists]
+
+    texts = await beside(decode)
     text = texts if several else texts[0]
-    return JSONResponse({"text": text, "prompt": text})
+    return JsonResponse({"text": text, "prompt": text})
+
+
+def _check_count(tokens: Any, info: pb.InfoResponse) -> None:
+    """Refuses what is far more than a context holds before each id is looked at.
+
+    Raises:
+        InvalidRequest: names both numbers.
+    """
+    if not isinstance(tokens, list):
+        return
+    lists = [ids for ids in tokens[: _MAX_LISTS + 1] if isinstance(ids, list)]
+    if len(lists) > _MAX_LISTS:
+        raise InvalidRequest(f"tokens has {len(tokens)} lists; this server takes {_MAX_LISTS}.", param="tokens")
+    count = sum(map(len, lists)) if lists else len(tokens)
+    most = max(_LEAST_IDS, 4 * info.max_context)
+    if count > most:
+        raise InvalidRequest(f"tokens has {count} ids; this server takes {most} at once.", param="tokens")
 
 
 @router.get("/model_info")

@@ -17,10 +17,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from services.common.errors import CheckpointError
+from services.common.errors import CheckpointError, ContextLengthExceeded
 
 _FIRST_MARK = 0xDC00
 _LAST_MARK = 0xDFFF
+# Texts are marked in pieces: one call for megabytes would keep other threads waiting.
+_PIECE_CHARS = 16 * 1024
+# How much shorter Unicode normalisation can make a text, in bytes.
+_NORMALISED = 3
 
 
 class PromptTokenizer:
@@ -56,14 +60,43 @@ class PromptTokenizer:
         longest_first = sorted(self.control_ids, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._mark, self._unmark = _mark_tables(self.control_ids)
+        pieces = (self._full.id_to_token(number) or "" for number in range(self.vocab_size))
+        self.longest_bytes = max(_num_bytes(name) for name in pieces) * (_NORMALISED if document.get("normalizer") else 1)
+        self._context = 0
+
+    def serve(self, context: int) -> None:
+        """From now on texts that no `context` tokens can hold are refused before they are encoded."""
+        self._context = context
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the longest text that could fit the context; 0 for any."""
+        return self._context * self.longest_bytes
+
+    def check_size(self, size: int, param: str) -> None:
+        """Refuses what cannot fit, whatever it says.
+
+        Args:
+            size: of a text, or of several that make one prompt, in characters or bytes.
+            param: the request's field.
+
+        Raises:
+            ContextLengthExceeded: names both sizes.
+        """
+        if 0 < self.most_bytes < size:
+            raise ContextLengthExceeded(
+                f"The prompt is too long: this model's maximum context length is {self._context} tokens of at most {self.longest_bytes} "
+                f"bytes, {self.most_bytes} bytes in all, but the prompt has {size} or more. Shorten it.",
+                param=param,
+            )
 
     def mark(self, text: str) -> str:
         """`text` in a form that no template and no encoder takes for a control token."""
-        return text.translate(self._mark)
+        return _translated(text, self._mark)
 
     def unmark(self, text: str) -> str:
         """The text that `mark` was given."""
-        return text.translate(self._unmark)
+        return _translated(text, self._unmark)
 
     def mark_tree(self, value: Any) -> Any:
         """A JSON value with every string in it marked, keys included."""
@@ -90,8 +123,8 @@ class PromptTokenizer:
         return _encode(self._full, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens spelled out."""
-        return str(self._full.decode(list(token_ids), skip_special_tokens=False))
+        """The text of token ids, control tokens spelled out. As in `_encode`, the call for batches lets others work meanwhile."""
+        return str(self._full.decode_batch([list(token_ids)], skip_special_tokens=False)[0])
 
     def piece(self, token_id: int) -> bytes:
         """The bytes of one token, of a byte-level vocabulary exactly."""
@@ -116,6 +149,28 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
     """Token ids of one text. The call for batches lets go of the GIL while it works, the one for a single text does not: a prompt of a
     megabyte would stop every stream of the gateway for seconds."""
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+def text_size(value: Any) -> int:
+    """Characters of all strings in a JSON value: no more than their bytes."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + text_size(item) for key, item in value.items())
+    if isinstance(value, list):
+        return sum(map(text_size, value))
+    return 0
+
+
+def _translated(text: str, table: dict[int, int]) -> str:
+    if len(text) <= _PIECE_CHARS:
+        return text.translate(table)
+    return "".join([text[i : i + _PIECE_CHARS].translate(table) for i in range(0, len(text), _PIECE_CHARS)])
+
+
+def _num_bytes(name: str) -> int:
+    """Bytes of the text that a vocabulary's entry stands for, at most."""
+    return len(name) if all(character in _BYTE_OF_CHARACTER for character in name) else len(name.encode())
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -83,6 +83,8 @@ class WorkerWatch:
                 if info.state == pb.SERVICE_STATE_READY and (self._language is None or info.instance_id != self._instance):
                     self._language = await self._client.language()
                     self._instance = info.instance_id
+                if self._language is not None:
+                    self._language.tokenizer.serve(info.max_context)
                 self._info, self._problem = info, None
             except Glm53Error as error:
                 self._info, self._problem = None, error
