@@ -232,6 +232,49 @@ def test_every_panel_has_data_from_the_running_stack(monitored: Monitored) -> No
     assert not waiting
 
 
+# Series that stay at nought on a sound machine, or that only a GPU or a drive moves. An answer of nought shows that the name is right, no
+# more: a query that reads none of these must move.
+STILL = {
+    "glm53_queue_depth": "requests wait only under more load than this",
+    "glm53_slow_readers_total": "every client here reads",
+    "glm53_gateway_stream_errors_total": "one stream breaks, and a series that begins at one has no rate before the second",
+    "glm53_cpu_lane_aborts_total": "no job is given up on a sound machine",
+    "glm53_recomputed_picks_total": "no job is given up on a sound machine",
+    "glm53_checksum_failures_total": "no record is damaged",
+    "glm53_cpu_expert_dropped_total": "no job is given up on a sound machine",
+    "glm53_cpu_lane_overrun_seconds_total": "a machine may be quick enough never to wait",
+    "glm53_cached_prompt_tokens_total": "the traffic's prompts are shorter than what is kept",
+    "glm53_expert_evictions_total": "the shipped model's experts fit into their slots",
+    "node_memory_Swap": "a machine without swap",
+    "node_memory_Mlocked_bytes": "nothing is pinned without a GPU",
+    "node_vmstat_pgmajfault": "everything is in the page cache",
+    "node_memory_ShmemHugePages_bytes": "huge pages are switched off for shared memory",
+    "node_memory_AnonHugePages_bytes": "depends on the machine's switch",
+    "node_disk_": "the page cache answers",
+    "node_network_": "the traffic is on the loopback device, which a container may not show",
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_panels_move_with_the_traffic(monitored: Monitored) -> None:
+    """A query whose answer is nought while the stack serves shows nothing: each moves, but for those that are named with their reason."""
+    waiting = {query: where for where, query in targets() if not any(name in query for name in STILL)}
+    assert len(waiting) > len(targets()) // 2
+    deadline = time.monotonic() + READY_S
+    while waiting and time.monotonic() < deadline:
+        for query in list(waiting):
+            if any(values_of(monitored.query(query.replace("$__rate_interval", "1m")))):
+                del waiting[query]
+        time.sleep(0.5)
+    assert not waiting
+
+
+def test_series_named_as_still_are_on_panels() -> None:
+    """A reason for a panel that is gone goes too."""
+    assert [name for name in STILL if not any(name in query for _, query in targets())] == []
+
+
 @pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_every_rule_is_evaluated_on_the_running_stack(monitored: Monitored) -> None:

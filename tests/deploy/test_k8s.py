@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -376,3 +377,18 @@ def test_the_operator_s_monitors_are_a_component(tmp_path: Path) -> None:
     assert {entry["port"] for entry in monitor["spec"]["endpoints"]} <= {port["name"] for port in service["spec"]["ports"]}
     declared = {name for box in pod_of(k8s.worker(manifests))["containers"] for name in _ports(box)}
     assert {entry["port"] for entry in pods["spec"]["podMetricsEndpoints"]} <= declared
+
+
+def test_the_overlay_of_the_install_page_names_every_image(tmp_path: Path) -> None:
+    """What docs/install.md tells people to write renders, and after it no image is one that only this repository's name stands for."""
+    (text,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", (ROOT / "docs/install.md").read_text(), re.DOTALL)
+    (tmp_path / "glm53-offload").symlink_to(ROOT)
+    (tmp_path / "kustomization.yaml").write_text(text)
+    done = tool("kubectl", "kustomize", tmp_path, "--load-restrictor=LoadRestrictionsNone")
+    assert done.returncode == 0, done.stderr
+    manifests = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+    ours = {"gateway", "gpu-worker", "cpu-expert"}
+    found = {
+        box["name"]: box["image"] for workload in workloads(manifests) for box in pod_of(workload)["containers"] if box["name"] in ours
+    }
+    assert found == {name: f"registry.example.com/glm53/{name}@sha256:..." for name in ours}
