@@ -169,5 +169,8 @@ def refuse_fields(unknown: Mapping[str, Any] | None, param: str | None = None) -
             continue
         if not any(value == item and type(value) is type(item) for item in REFUSED[name]):
             shown = name if param is None else f"{param}.{name}"
-            advice = f"use {OWN_NAMES[name]}" if name in OWN_NAMES else "leave it out"
-            raise UnsupportedParameter(f"{shown} is not supported by this server; {advice}.", param=param or name)
+            if name in SamplingFields.model_fields:
+                message = f"{shown} is not supported here; leave it out, or use /v1/chat/completions or /v1/completions."
+            else:
+                message = f"{shown} is not supported by this server; {f'use {OWN_NAMES[name]}' if name in OWN_NAMES else 'leave it out'}."
+            raise UnsupportedParameter(message, param=param or name)

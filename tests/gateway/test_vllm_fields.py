@@ -59,6 +59,19 @@ def test_the_other_apis_take_both_limits(stack: Stack, path: str, body: dict[str
     assert list(stack.sampling.allowed_token_ids) == [7, 5]
 
 
+@pytest.mark.parametrize(("path", "body", "inside"), ELSEWHERE)
+@pytest.mark.parametrize("name", ["prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens"])
+def test_what_only_two_urls_have_is_refused_elsewhere_with_their_names(
+    stack: Stack, path: str, body: dict[str, Any], inside: str | None, name: str
+) -> None:
+    """The answers of the other APIs have no place for it."""
+    field = {name: True if name.startswith("return") else 3}
+    error = stack.http.post(path, json=body | ({inside: field} if inside else field)).json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", inside or name)
+    assert "use /v1/chat/completions or /v1/completions" in error["message"]
+    assert not stack.worker.requests
+
+
 def prompt_entry(position: int, token_id: int, top: int) -> dict[str, Any]:
     """What the fake worker's log-probabilities look like in vLLM's shape."""
     named = {str(rank): {"logprob": -rank, "rank": rank + 1, "decoded_token": TOKENIZER.decode([rank])} for rank in range(top)}
