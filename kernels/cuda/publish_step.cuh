@@ -1,6 +1,7 @@
 /* The device's side of "publish": a block per row copies its picks and activations to mapped host memory, the last block raises the word.
  *
- * Every thread fences its own stores towards the system before its block counts as arrived, so the word cannot overtake any of them.
+ * A block's first thread fences what all its threads stored (they met at a barrier) before the block counts as arrived, and the last one
+ * fences once more behind the arrivals: the word cannot overtake any store of any block.
  */
 #ifndef GLM53_CUDA_PUBLISH_STEP_CUH_
 #define GLM53_CUDA_PUBLISH_STEP_CUH_
@@ -25,12 +26,14 @@ __global__ void __launch_bounds__(kPublishThreads) publish_step(const __grid_con
     uint4* to = static_cast<uint4*>(args.x_to) + static_cast<size_t>(row) * pieces;
     for (uint32_t i = threadIdx.x; i < pieces; i += kPublishThreads) to[i] = from[i];
   }
-  __threadfence_system();
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (atomicAdd(args.arrivals, 1u) + 1u != gridDim.x) return;
-  *args.arrivals = 0; /* for the next step: it starts when this kernel has ended */
-  __threadfence_system();
+  __threadfence_system(); /* the whole block's stores, towards the host */
+  if (gridDim.x > 1) {
+    if (atomicAdd(args.arrivals, 1u) + 1u != gridDim.x) return;
+    *args.arrivals = 0;     /* for the next step: it starts when this kernel has ended */
+    __threadfence_system(); /* every block's stores, through their arrivals */
+  }
   *static_cast<volatile uint32_t*>(args.word) = args.value;
 }
 
