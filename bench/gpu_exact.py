@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import faulthandler
 import functools
+import importlib
 import io
 import json
 import random
@@ -44,7 +45,7 @@ NEVER = 1 << 30
 # Lower than exllamav3's own choice for widths as small as the shipped model's, so that its path for very hot experts runs too.
 RECONSTRUCT_ROWS = 512
 SLICE = report.ROOT / "docs" / "results" / "gpu_exact_slice.json"
-UNMEASURED = "not measured yet: needs the twelve-layer slice, and stock exllamav3 beside it in the same run"
+UNMEASURED = "not measured: needs a run of bench.gpu_exact_slice with twelve layers, stock exllamav3 beside it"
 OTHER_FIGURES = (
     "c1_tok_s",
     "step_over_bound",
@@ -253,6 +254,7 @@ def main() -> None:
         # Timing configurations takes minutes; which of them runs does not matter as long as both sides run the same.
         from triton.runtime.autotuner import Autotuner
 
+        importlib.import_module(upstream.TUNED)
         started["triton_tuners_pinned"] = triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
     if args.trace_after:
         faulthandler.dump_traceback_later(args.trace_after, repeat=True)
@@ -301,25 +303,15 @@ def all_equal(bench: Bench) -> bool:
 
 
 def slice_figures(path: Path) -> dict[str, Any]:
-    """What a run of bench.gpu_exact_slice measured of the figures that are quoted: its fastest admission, one stream."""
+    """What a run of bench.gpu_exact_slice measured of the figures that are quoted."""
     if not path.is_file():
         return {}
     document = json.loads(path.read_text())
-    rows = [row for row in document["rows"] if row["name"].startswith("slots") and row.get("steps")]
-    if not rows:
-        return {}
-    one = min((row for row in rows if row["streams"] == 1), key=lambda row: row["ms"])
-    four = next((row for row in rows if row["streams"] == 4 and row["name"] == one["name"]), None)
-    figures = document["summary"]
-    return {
-        "step_over_bound": one["over_bound"],
-        "hit_rate": one["hit_rate"],
-        "hit_minus_clock_points": round(100 * (one["hit_rate"] - figures["clock_hit_rate"]), 1),
-        "belady_hit_rate": figures["belady_hit_rate"],
-        "c1_tok_s": one["tok_s"] if len(figures["depths"]) == len(routing_trace.SLICE_DEPTHS) else None,
-        "c4_over_c1": round(four["tok_s"] / one["tok_s"], 3) if four else None,
-        "slice": f"{len(figures['depths'])} MoE layers, {one['name']}, {path.name}",
-    }
+    figures = {name: value for name, value in document["summary"].items() if name in OTHER_FIGURES and value is not None}
+    layers = len(document.get("facts", {}).get("depths", document["summary"].get("depths", ())))
+    if layers != len(routing_trace.SLICE_DEPTHS):
+        figures.pop("c1_tok_s", None)  # of fewer layers it would be quoted as what it is not
+    return {**figures, "slice": f"{layers} MoE layers, {path.name}"}
 
 
 def write(out: Path, started: dict[str, Any], bench: Bench | None, began: float, problem: str) -> None:

@@ -1,19 +1,27 @@
-"""Decode of a full-shape slice of GLM-5.3-Flash in `exact`: `python -m bench.gpu_exact_slice`. Needs an NVIDIA GPU with exllamav3 1.5.1.
+"""A full-shape slice of GLM-5.3-Flash in `exact`, and stock exllamav3 1.5.1 beside it: `python -m bench.gpu_exact_slice COMMAND`.
 
-Real widths and record sizes, random EXL3 bits, routing forced from a trace (bench/routing_trace.py). The dense part goes through a
-checkpoint, the experts' random records straight into the arena, which a second run takes over. The bound of a step is the step with every
-expert in VRAM plus the distinct missing bytes at the copy engine's measured rate.
+Real widths and record sizes, random EXL3 bits, routing forced from a trace (bench/routing_trace.py) on both sides. Commands, each of its
+own process, each going on where an earlier one was cut off (rows of one boot are kept in --state):
+
+    prepare         the checkpoint, experts and all, into --folder (34 GB for 12 layers, in memory)
+    ours            the arena filled from it, then decode and prefill of every placement
+    stock           stock's CPU split at the same VRAM, the most popular experts placed in it
+    stock_resident  stock with every expert in VRAM
+    all             these four
+    report          the result file again, from the rows
+    clean           takes everything out of memory
+
+`--dry-run` goes the whole way without a GPU, with a stand-in for the loaded model. docs/measuring-on-a-gpu.md has the commands for a
+machine that is lent by the minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import contextlib
-import io
-import json
+import importlib
 import shutil
-import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +30,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report, routing_trace
+from bench import report, routing_trace, slice_cases, slice_checkpoint
+from bench.slice_cases import MODES, Mode, Row, Rows
+from bench.slice_checkpoint import BITS, HIDDEN, INTER
+from bench.slice_dry import DryEngine
+from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib
+from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.cache_sim import CachePolicy, simulate
 from kernels.python.expert import ExpertShape
 from kernels.python.pager import PagerPolicy
+from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
@@ -37,152 +51,39 @@ from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 
-HIDDEN, INTER, BITS = 4096, 2048, 3
-DENSE_LAYERS = 3
-TEXT = "model.language_model."
-TINY = report.ROOT / "models" / "tiny" / "checkpoint"
+__all__ = ["BITS", "HIDDEN", "INTER", "ForcedRouting", "decode", "link_rate", "open_arena", "prefill", "write_checkpoint"]
+
+SHM = "/dev/shm"
 PROMPT = 64
+CARD_MIB = 24_564  # of the card that the model is meant for; torch may take no more outside of the resident mode
+CACHE_TOKENS = 16_384
+CHUNK = 8192
 # The simulator's heat with the GPU backend's parameters.
-HEAT = {"admit_after": 1, "admit_margin": 1.0, "heat_slow_half_life": 400, "heat_fast_half_life": 12, "heat_fast_weight": 1.0}
-PREFILLED = ("every expert in VRAM", "slots, on demand")
-Tensors = dict[str, tuple[str, list[int], bytes]]
-
-
-def config_document(num_moe: int) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((TINY / "config.json").read_text())
-    layers = DENSE_LAYERS + num_moe
-    document["text_config"] |= {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": INTER,
-        "n_routed_experts": routing_trace.EXPERTS,
-        "num_experts_per_tok": routing_trace.TOP_K,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 256,
-        "qk_head_dim": 256,
-        "v_head_dim": 256,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "index_n_heads": 32,
-        "layer_types": ["deepseek_sparse_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)],
-        "indexer_types": ["full"] * layers,
-        "mlp_layer_types": ["dense"] * DENSE_LAYERS + ["sparse"] * num_moe,
-        "first_k_dense_replace": DENSE_LAYERS,
-        "linear_num_heads": 64,
-        "linear_head_dim": 128,
-        "num_nextn_predict_layers": 0,
-        "max_position_embeddings": 65536,
-    }
-    document["text_config"]["linear_attn_config"] |= {"num_heads": 64, "head_dim": 128}
-    return document
-
-
-class LayerWriter:
-    """Random tensors of one layer."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.tensors: Tensors = {}
-
-    def exl3(self, key: str, inputs: int, outputs: int, bits: int) -> None:
-        rng, put = self.rng, self.tensors
-        put[key + ".trellis"] = ("I16", [inputs // 16, outputs // 16, 16 * bits], rng.bytes(inputs * outputs * bits // 8))
-        put[key + ".suh"] = ("F16", [inputs], rng.choice(np.array([-1, 1], np.float16), inputs).tobytes())
-        put[key + ".svh"] = ("F16", [outputs], (rng.choice([-1, 1], outputs) * 0.7 * inputs**-0.5).astype(np.float16).tobytes())
-        put[key + ".mul1"] = ("I32", [], struct.pack("<I", 0x83DCD12D))
-
-    def floats(self, key: str, dtype: str, *shape: int, scale: float = 0.0, value: float = 0.0) -> None:
-        data = np.full(shape, value, np.float32)
-        if scale:
-            data += self.rng.standard_normal(shape, np.float32) * np.float32(scale)
-        raw = {"F32": data, "F16": data.astype(np.float16), "BF16": (data.view(np.uint32) >> 16).astype(np.uint16)}[dtype].tobytes()
-        self.tensors[key] = (dtype, list(shape), raw)
-
-    def write(self, path: Path) -> None:
-        header, offset = {}, 0
-        for key, (dtype, shape, raw) in self.tensors.items():
-            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(raw)]}
-            offset += len(raw)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as out:
-            out.write(struct.pack("<Q", len(text)) + text)
-            for _, _, raw in self.tensors.values():
-                out.write(raw)
-
-
-def write_layer(path: Path, layer: int) -> None:
-    """The dense part of one layer: everything but routed experts."""
-    w, key = LayerWriter(layer), f"{TEXT}layers.{layer}."
-    for site in ("attn", "ffn"):
-        w.floats(key + f"hc_{site}_base", "F32", 24)
-        w.floats(key + f"hc_{site}_fn", "F32", 24, 4 * HIDDEN, scale=0.005)
-        w.floats(key + f"hc_{site}_scale", "F32", 3, value=0.1)
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        w.floats(key + name + ".weight", "BF16", HIDDEN, value=1.0)
-    attention = key + "self_attn."
-    if layer % 4 == 3:
-        for name, inputs, outputs in (
-            ("q_a_proj", HIDDEN, 1536),
-            ("q_b_proj", 1536, 16384),
-            ("kv_a_proj_with_mqa", HIDDEN, 512),
-            ("o_proj", 16384, HIDDEN),
-            ("indexer.wq_b", 1536, 4096),
-        ):
-            w.exl3(attention + name, inputs, outputs, 4)
-        w.floats(attention + "kv_b_proj.weight", "F16", 32768, 512, scale=0.04)
-        w.floats(attention + "indexer.wk.weight", "F16", 128, HIDDEN, scale=0.02)
-        w.floats(attention + "indexer.weights_proj.weight", "F16", 32, HIDDEN, scale=0.02)
-        w.floats(attention + "indexer.index_kpool_compress_gate", "F16", 128, HIDDEN, scale=0.02)
-        w.floats(attention + "indexer.index_kpool_compress_ape", "F32", 16, 128)
-        w.floats(attention + "indexer.k_norm.weight", "F16", 128, value=1.0)
-        w.floats(attention + "indexer.k_norm.bias", "F16", 128)
-        w.floats(attention + "q_a_layernorm.weight", "BF16", 1536, value=1.0)
-        w.floats(attention + "kv_a_layernorm.weight", "BF16", 512, value=1.0)
-    else:
-        w.exl3(attention + "qkv_proj", HIDDEN, 24576, 4)
-        w.exl3(attention + "o_proj", 8192, HIDDEN, 4)
-        w.floats(attention + "b_proj.weight", "F16", 64, HIDDEN, scale=0.01)
-        for gate in "fg":
-            w.floats(attention + f"{gate}_a_proj.weight", "F16", 128, HIDDEN, scale=0.01)
-            w.floats(attention + f"{gate}_b_proj.weight", "F16", 8192, 128, scale=0.05)
-        w.floats(attention + "A_log", "F32", 64, value=1.5)
-        w.floats(attention + "dt_bias", "F32", 8192)
-        w.floats(attention + "conv1d.weight", "BF16", 24576, 1, 4, scale=0.3)
-        w.floats(attention + "o_norm.weight", "BF16", 128, value=1.0)
-    mlp = key + "mlp."
-    inter, prefix, bits = (12288, mlp, 4) if layer < DENSE_LAYERS else (INTER, mlp + "shared_experts.", 4)
-    for name, inputs, outputs in (("gate_proj", HIDDEN, inter), ("up_proj", HIDDEN, inter), ("down_proj", inter, HIDDEN)):
-        w.exl3(prefix + name, inputs, outputs, bits)
-    if layer >= DENSE_LAYERS:
-        w.floats(mlp + "gate.weight", "F16", routing_trace.EXPERTS, HIDDEN, scale=0.02)
-        w.floats(mlp + "gate.e_score_correction_bias", "F32", routing_trace.EXPERTS)
-    w.write(path / f"model-{layer:03d}.safetensors")
+HEAT: dict[str, Any] = {
+    "admit_after": 1,
+    "admit_margin": 1.0,
+    "heat_slow_half_life": 400,
+    "heat_fast_half_life": 12,
+    "heat_fast_weight": 1.0,
+}
+COMMANDS = ("prepare", "ours", "stock", "stock_resident")
 
 
 def write_checkpoint(path: Path, num_moe: int) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    document = config_document(num_moe)
-    (path / "config.json").write_text(json.dumps(document))
-    for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
-        shutil.copy(TINY / name, path)
-    w, vocab = LayerWriter(999), document["text_config"]["vocab_size"]
-    w.floats(TEXT + "embed_tokens.weight", "BF16", vocab, HIDDEN, scale=0.02)
-    w.floats(TEXT + "norm.weight", "BF16", HIDDEN, value=1.0)
-    w.exl3("lm_head", HIDDEN, vocab, 6)
-    w.write(path / "model-head.safetensors")
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        list(pool.map(lambda layer: write_layer(path, layer), range(DENSE_LAYERS + num_moe)))
+    """The dense part alone."""
+    slice_checkpoint.write(path, num_moe, experts=False)
+
+
+def slice_hash(num_moe: int) -> bytes:
+    """What an arena of the slice is known by: any filling of it measures the same."""
+    return bytes([num_moe]) * 32
 
 
 def open_arena(path: Path, shapes: list[ExpertShape]) -> Arena:
     """Random records with sane scales; those of an earlier run where they are still there."""
-    digest = bytes([len(shapes)]) * 32
-    arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, digest)
+    import concurrent.futures
+
+    arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, slice_hash(len(shapes)))
     if arena.reattached:
         return arena
     rng = np.random.default_rng(3)
@@ -207,6 +108,27 @@ def open_arena(path: Path, shapes: list[ExpertShape]) -> Arena:
         list(pool.map(fill, range(len(shapes))))
     arena.seal()
     return arena
+
+
+def fill_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[ExpertShape], Row]:
+    """The arena as the worker fills it, from the slice's files; facts of how long that took."""
+    shapes = cpu_arena.expert_shapes(checkpoint)
+    began = time.perf_counter()
+    arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, slice_hash(len(shapes)))
+    if arena.reattached:
+        return arena, shapes, {"arena": "taken over"}
+    reserved = time.perf_counter()
+    arena_fill.fill(checkpoint, shapes, arena, lambda _fraction, _words: None)
+    filled = time.perf_counter()
+    arena.seal()
+    size = arena.total_bytes
+    return arena, shapes, {
+        "arena": "filled",
+        "arena_reserve_s": round(reserved - began, 2),
+        "arena_fill_s": round(filled - reserved, 2),
+        "arena_fill_gb_s": round(size / 1e9 / (filled - reserved), 2),
+        "arena_fill_threads": arena_fill.resolve_threads(0),
+    }  # fmt: skip
 
 
 class ForcedRouting:
@@ -244,26 +166,29 @@ def link_rate(store: ExpertStore, loaded: loader.Loaded) -> float:
 
 
 def decode(backend: Exl3Backend, routing: ForcedRouting, streams: int, warm: int, steps: int, deadline: float) -> dict[str, Any]:
-    """Steady decode: (ms per step, counters)."""
+    """Steady decode: ms per step, counters."""
     routing.step = -1
     opened = [backend.open_stream() for _ in range(streams)]
     rng = np.random.default_rng(4)
-    for stream in opened:
-        backend.prefill(stream, rng.integers(10, 2000, PROMPT).tolist(), all_logits=False)
-    times, before = [], {}
-    for step in range(warm + steps):
-        if time.monotonic() > deadline:
-            break
-        if step == warm:
-            before = dict(backend.stats())
-        routing.step = step
-        began = time.perf_counter()
-        backend.decode(opened, rng.integers(10, 2000, streams).tolist())
-        if step >= warm:
-            times.append(time.perf_counter() - began)
-    for stream in opened:
-        backend.close_stream(stream)
-    routing.step = -1
+    times: list[float] = []
+    before: dict[str, Any] = {}
+    try:
+        for stream in opened:
+            backend.prefill(stream, rng.integers(10, 2000, PROMPT).tolist(), all_logits=False)
+        for step in range(warm + steps):
+            if time.monotonic() > deadline:
+                break
+            if step == warm:
+                before = dict(backend.stats())
+            routing.step = step
+            began = time.perf_counter()
+            backend.decode(opened, rng.integers(10, 2000, streams).tolist())
+            if step >= warm:
+                times.append(time.perf_counter() - began)
+    finally:
+        for stream in opened:
+            backend.close_stream(stream)
+        routing.step = -1
     if not times:
         return {"steps": 0}
     after = backend.stats()
@@ -273,6 +198,7 @@ def decode(backend: Exl3Backend, routing: ForcedRouting, streams: int, warm: int
         "steps": len(times),
         "ms": round(ms, 3),
         "ms_median": round(1000 * float(np.median(times)), 3),
+        "ms_p99": round(1000 * float(np.quantile(times, 0.99)), 3),
         "tok_s": round(streams * 1000 / ms, 2),
         "hit_rate": round(hits / picks, 4) if picks else None,
         "missed_mib_per_step": round(missed * backend.experts._records.stride / len(times) / 2**20, 1),
@@ -285,106 +211,267 @@ def prefill(backend: Exl3Backend, tokens: int) -> dict[str, Any]:
     times = []
     for _ in range(2):
         stream = backend.open_stream()
-        ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
-        torch.cuda.synchronize()
+        try:
+            ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            backend.prefill(stream, ids, all_logits=False)
+            times.append(time.perf_counter() - began)
+        finally:
+            backend.close_stream(stream)
+    return {"tokens": tokens, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+
+
+class OurEngine:
+    """Our side: one loaded model, whose slots change with the mode."""
+
+    def __init__(self, args: argparse.Namespace, trace: np.ndarray, deadline: float) -> None:
         began = time.perf_counter()
-        backend.prefill(stream, ids, all_logits=False)
-        times.append(time.perf_counter() - began)
-        backend.close_stream(stream)
-    return {"first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+        self._args, self._deadline = args, deadline
+        checkpoint = Checkpoint(args.folder)
+        self._arena_path = Path(segments.arena_path(SHM, "slice"))
+        arena, shapes, self._facts = fill_arena(checkpoint, self._arena_path)
+        self._loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=8, chunk=CHUNK)
+        self._routing = ForcedRouting(self._loaded, trace)
+        self._info = BackendInfo(
+            checkpoint.config.vocab_size,
+            2048,
+            8,
+            "cuda",
+            "",
+            "exact",
+            "",
+            "exllamav3",
+            "",
+            0,
+            0,
+            "",
+            chunk_size=CHUNK,
+            page_tokens=PAGE_TOKENS,
+        )
+        self._records = self._loaded.records.num_records
+        self._slots = round(routing_trace.SLOT_SHARE * self._records)
+        self._total = torch.cuda.mem_get_info(loader.DEVICE)[1]
+        self._into: Replacements | None = None
+        self._store: ExpertStore | None = None
+        self._backend: Exl3Backend | None = None
+        self._compiled = False
+        self._peak: PeakSampler | None = None
+        try:
+            self._peak = PeakSampler(Nvml().used)
+            self._peak.__enter__()
+        except OSError as error:
+            print(f"no peak of VRAM: {error}", flush=True)
+        self._facts |= {
+            "records": self._records,
+            "slots": self._slots,
+            "record_bytes": self._loaded.records.stride,
+            "vram_after_load_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
+            "loaded_s": round(time.perf_counter() - began, 1),
+        }
+
+    def enter(self, mode: Mode | None) -> None:
+        self._leave()
+        assert mode is not None
+        whole = mode.slots == "all"
+        torch.cuda.set_per_process_memory_fraction(1.0 if whole else min(1.0, CARD_MIB * 2**20 / self._total))
+        count = {"all": self._records, "one": 1, "share": self._slots}[mode.slots]
+        after = self._args.admit_after
+        options = ExpertOptions(PlacementOptions(admit_after=after), pager=PagerPolicy(admit_after=after), **mode.options)
+        self._into = Replacements()
+        self._store = loader.make_store(self._loaded, count, routing_trace.TOP_K, options, self._into)
+        if "link_gb_s" not in self._facts and count > 1:
+            self._facts["link_gb_s"] = round(link_rate(self._store, self._loaded) / 1e9, 2)
+        self._store.place(loader.spread(count, self._records) if count > 1 else ())
+        self._backend = Exl3Backend(self._loaded.model, self._loaded.cache, self._store, self._loaded.records, Replacements(), self._info)
+        if not self._compiled:
+            began = time.perf_counter()
+            decode(self._backend, self._routing, 1, 0, 30, self._deadline)
+            self._compiled = True
+            self._facts["first_steps_s"] = round(time.perf_counter() - began, 1)
+
+    def _leave(self) -> None:
+        if self._store is not None:
+            torch.cuda.synchronize()
+            self._store.close()
+        if self._into is not None:
+            self._into.undo()
+        self._store = self._into = self._backend = None
+        torch.cuda.empty_cache()
+
+    def decode(self, streams: int) -> Row:
+        assert self._backend is not None
+        return decode(self._backend, self._routing, streams, self._args.warm, self._args.steps, self._deadline)
+
+    def prefill(self) -> Row:
+        assert self._backend is not None
+        return prefill(self._backend, self._args.prefill)
+
+    def after(self) -> Row:
+        row: Row = {"ram_extra_gib": ram_extra_gib(self._loaded.records.arena.total_bytes, [self._arena_path])}
+        if self._peak is not None:
+            peak, samples = self._peak.take()
+            row |= {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
+        return row
+
+    def facts(self) -> Row:
+        return self._facts
+
+    def close(self) -> None:
+        self._leave()
+        if self._peak is not None:
+            self._peak.__exit__(None, None, None)
+        self._loaded.replacements.undo()
+        self._loaded.model.unload()
+        self._loaded.records.close()
+        self._loaded.records.arena.close()
 
 
-def measure(args: argparse.Namespace, loaded: loader.Loaded, checkpoint: Checkpoint, deadline: float) -> tuple[list[Any], dict[str, Any]]:
-    depths = tuple(routing_trace.SLICE_DEPTHS[i * len(routing_trace.SLICE_DEPTHS) // args.layers] for i in range(args.layers))
-    trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8, depths=depths)
-    routing = ForcedRouting(loaded, trace)
-    count = loaded.records.num_records
-    slots = round(routing_trace.SLOT_SHARE * count)
-    info = BackendInfo(
-        checkpoint.config.vocab_size, 2048, 8, "cuda", "", "exact", "", "exllamav3", "", 0, 0, "", chunk_size=2048, page_tokens=PAGE_TOKENS
-    )
-    rows: list[dict[str, Any]] = []
-    figures: dict[str, Any] = {"slots": slots, "records": count, "depths": depths}
-    resident_ms: dict[int, float] = {}
-    modes = (
-        ("every expert in VRAM", count, {"admit": False}),
-        ("slots, on demand", slots, {"on_demand": True}),
-        ("slots, admitted between steps", slots, {}),
-        ("no slot", 1, {"admit": False}),
-    )
-    for name, num_slots, how in modes:
-        with Replacements() as into:
-            options = ExpertOptions(PlacementOptions(admit_after=args.admit_after), pager=PagerPolicy(admit_after=args.admit_after), **how)
-            store = loader.make_store(loaded, num_slots, routing_trace.TOP_K, options, into)
-            store.place(loader.spread(num_slots, count) if num_slots > 1 else ())
-            backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, Replacements(), info)
-            if name == "every expert in VRAM":
-                figures["link_gb_s"] = round(link_rate(store, loaded) / 1e9, 2)
-                store.place(range(count))
-                decode(backend, routing, 1, 0, 30, deadline)  # compiles
-            for streams in (1, 2, 4, 8) if name != "no slot" else (1,):
-                row = {"name": name, "streams": streams, **decode(backend, routing, streams, args.warm, args.steps, deadline)}
-                if name == "every expert in VRAM" and row["steps"]:
-                    resident_ms[streams] = row["ms"]
-                elif row["steps"] and streams in resident_ms:
-                    bound = resident_ms[streams] + row["missed_mib_per_step"] * 2**20 / (figures["link_gb_s"] * 1e9) * 1000
-                    row |= {"bound_ms": round(bound, 3), "over_bound": round(row["ms"] / bound, 3)}
-                rows.append(row)
-                print(row, flush=True)
-                args.save(rows, figures)
-            if name in PREFILLED and time.monotonic() < deadline:
-                rows.append({"name": name, "prefill": args.prefill, **prefill(backend, args.prefill)})
-                print(rows[-1], flush=True)
-                args.save(rows, figures)
-            store.close()
-            del backend, store
-    one = trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K)
-    for policy in CachePolicy:
-        options = HEAT if policy is CachePolicy.HEAT else {}
-        outcome = simulate(policy, np.ascontiguousarray(one), routing_trace.EXPERTS, slots, warm_tokens=args.warm, **options)
-        figures[f"{policy.name.lower()}_hit_rate"] = round(outcome.hit_ratio, 4)
-    return rows, figures
+def make_engine(side: str, args: argparse.Namespace, trace: np.ndarray, deadline: float) -> slice_cases.Engine:
+    """The loaded side, or its stand-in."""
+    if args.dry_run:
+        return DryEngine(side, args.layers, trace, args.steps)
+    prepare_exllamav3(args)
+    if side == "ours":
+        return OurEngine(args, trace, deadline)
+    from bench.slice_stock import StockEngine
+
+    return StockEngine(side, args, trace)
 
 
-def quietly_write(out: Path, started: dict[str, Any], rows: list[Any], figures: dict[str, Any]) -> None:
-    """The result file as it stands: a later mode may hang."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        report.write_result(out, started, rows, figures)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/glm53-slice"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--prefill", type=int, default=8192, help="tokens of the measured prefill")
-    parser.add_argument("--admit-after", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--out", type=Path, default=report.ROOT / "docs" / "results" / "gpu_exact_slice.json")
-    args = parser.parse_args()
-    began = time.monotonic()
-    started = report.start("bench.gpu_exact_slice")
+def prepare_exllamav3(args: argparse.Namespace) -> None:
+    """Imports it; its Triton kernels take their first configuration unless --tune: timing all takes over a minute, on both sides alike."""
     upstream.check()
     import exllamav3  # noqa: F401 - its kernels are looked for below
     from triton.runtime.autotuner import Autotuner
 
-    started["machine"]["gpu"] = torch.cuda.get_device_name(0)
-    started["triton_tuners_pinned"] = triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
-    if not (args.folder / "model-head.safetensors").exists():
-        write_checkpoint(args.folder, args.layers)
-    print(f"dense part written after {time.monotonic() - began:.1f} s", flush=True)
-    checkpoint = Checkpoint(args.folder)
-    shapes = [ExpertShape.create(HIDDEN, INTER, BITS, act_limit=checkpoint.config.swiglu_limit) for _ in range(args.layers)]
-    arena = open_arena(args.folder.with_name(args.folder.name + "-arena"), shapes)
-    print(f"arena {'taken over' if arena.reattached else 'filled'} after {time.monotonic() - began:.1f} s", flush=True)
-    loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=16_384, max_streams=8, chunk=2048)
-    print(f"loaded after {time.monotonic() - began:.1f} s, {torch.cuda.memory_allocated() / 1e9:.1f} GB of VRAM", flush=True)
-    args.save = lambda rows, figures: quietly_write(args.out, started, rows, figures)
-    rows, figures = measure(args, loaded, checkpoint, began + args.seconds)
-    figures["seconds"] = round(time.monotonic() - began, 1)
-    report.write_result(args.out, started, rows, figures)
+    importlib.import_module(upstream.TUNED)
+    tuners = triton_tuners.find(Autotuner)
+    args.tuners = {"found": len(tuners), "pinned": 0 if args.tune else triton_tuners.use_first_configurations(tuners)}
+
+
+def depths_of(layers: int) -> tuple[int, ...]:
+    """Which of the model's MoE layers the slice's stand for."""
+    every = routing_trace.SLICE_DEPTHS
+    return tuple(every[i * len(every) // layers] for i in range(layers))
+
+
+def hit_rates(trace: np.ndarray, slots: int, warm: int) -> Row:
+    """What every policy hits on one stream's trace: by counts alone, without a device."""
+    one = np.ascontiguousarray(trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K))
+    return {
+        f"{policy.name.lower()}_hit_rate": round(
+            simulate(policy, one, routing_trace.EXPERTS, slots, warm_tokens=warm, **(HEAT if policy is CachePolicy.HEAT else {})).hit_ratio,
+            4,
+        )
+        for policy in CachePolicy
+    }
+
+
+def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
+    """One command's cases."""
+    todo = [case for case in slice_cases.cases(command, args.warm + args.steps) if not rows.done(case.name)]
+    if not todo:
+        print(f"{command}: everything is measured", flush=True)
+        return
+    trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8, depths=depths_of(args.layers))
+    if command == "ours":
+        slots = round(routing_trace.SLOT_SHARE * args.layers * routing_trace.EXPERTS)
+        rows.note(layers=args.layers, seed=args.seed, depths=depths_of(args.layers), **hit_rates(trace, slots, args.warm))
+    began = time.monotonic()
+    engine = make_engine(command, args, trace, deadline)
+    try:
+        rows.note(
+            **engine.facts(), **{f"{command}_ready_s": round(time.monotonic() - began, 1)}, triton_tuners=getattr(args, "tuners", None)
+        )
+        skipped = slice_cases.run(todo, {mode.name: mode for mode in MODES}, engine, rows, deadline, check_for(args))
+        rows.note(**engine.facts())
+    finally:
+        engine.close()
+    if skipped:
+        print(f"no time for: {', '.join(skipped)}; the same command goes on with them", flush=True)
+
+
+def check_for(args: argparse.Namespace) -> Callable[[slice_cases.Case, Row], None] | None:
+    """Stock's known times are those of twelve layers."""
+    return slice_cases.refuse_slow_stock if args.layers == len(routing_trace.SLICE_DEPTHS) and not args.any_stock else None
+
+
+def prepare(args: argparse.Namespace, rows: Rows) -> None:
+    """The slice's files."""
+    rows.save()
+    if args.dry_run:
+        return
+    began = time.monotonic()
+    if slice_checkpoint.write(args.folder, args.layers):
+        rows.note(prepare_s=round(time.monotonic() - began, 1))
+        print(f"written after {time.monotonic() - began:.1f} s", flush=True)
+
+
+def clean(args: argparse.Namespace) -> None:
+    """Takes checkpoint, arena and rows out of memory."""
+    shutil.rmtree(args.folder, ignore_errors=True)
+    for path in (Path(segments.arena_path(SHM, "slice")), args.state):
+        path.unlink(missing_ok=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("command", nargs="?", default="all", choices=(*COMMANDS, "all", "report", "clean", "estimate"))
+    made.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers")
+    made.add_argument("--folder", type=Path, default=Path(SHM) / "glm53-slice")
+    made.add_argument("--state", type=Path, default=Path(SHM) / "glm53-slice-rows.json")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
+    made.add_argument("--steps", type=int, default=150)
+    made.add_argument("--prefill", type=int, default=8192, help="tokens of the measured prefill")
+    made.add_argument("--admit-after", type=int, default=1)
+    made.add_argument("--seconds", type=float, default=3600.0, help="of each command: no case begins that would end later")
+    made.add_argument("--tune", action="store_true", help="let Triton time its configurations")
+    made.add_argument("--any-stock", action="store_true", help="go on when stock is slower than it is known to be")
+    made.add_argument("--dry-run", action="store_true", help="no GPU: a stand-in for the model")
+    made.add_argument("--out", type=Path, default=report.ROOT / "docs" / "results" / "gpu_exact_slice.json")
+    return made
+
+
+def run_all(argv: list[str], seconds: float) -> None:
+    """Every command in a process of its own: what one leaves on the device is gone for the next. Raises SystemExit when one fails."""
+    end = time.monotonic() + seconds
+    for command in COMMANDS:
+        left = max(1.0, end - time.monotonic())
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.gpu_exact_slice", command, *argv, "--seconds", f"{left:.0f}"], cwd=report.ROOT, check=False
+        )
+        if done.returncode != 0:
+            raise SystemExit(f"{command} ended with {done.returncode}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(argv)
+    began = time.monotonic()
+    if args.command == "estimate":
+        for command in COMMANDS:
+            print(f"{command:16} {slice_cases.estimate(command, args.warm + args.steps):5.0f} s")
+        return
+    if args.command == "clean":
+        clean(args)
+        return
+    if args.command == "all":
+        run_all([word for word in argv if word != "all"], args.seconds)
+        return
+    started = report.start("bench.gpu_exact_slice")
+    if not args.dry_run and torch.cuda.is_available():
+        started["machine"]["gpu"] = torch.cuda.get_device_name(0)
+    rows = Rows(args.state, args.out, started, slice_cases.summarise)
+    if args.command == "report":
+        rows.save()
+    elif args.command == "prepare":
+        prepare(args, rows)
+    else:
+        measure(args.command, args, rows, began + args.seconds)
+    print(f"{args.command}: {time.monotonic() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -153,8 +153,11 @@ def test_pins_are_written_once_by_the_warm_up(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", types.ModuleType("triton.runtime"))
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", autotuner)
+    imported: list[str] = []
+    monkeypatch.setattr(loader.importlib, "import_module", imported.append)
     monkeypatch.setattr(loader.triton_tuners, "find", lambda tuner_class: find(tuner_class, found))
     first = loader.TritonPins(str(path), "H200")
+    assert imported == ["exllamav3.vendor.fla"]
     assert "tuned anew" in caplog.text
     plain.cache[(64,)] = plain.configs[1]
     first.save()

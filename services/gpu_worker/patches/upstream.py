@@ -12,6 +12,8 @@ from services.gpu_worker.patches.guard import Target
 
 PACKAGE = "exllamav3"
 VERSION = "1.5.1"
+# Its autotuned kernels: a part that it imports only when the first pass needs it.
+TUNED = "exllamav3.vendor.fla"
 
 TARGETS = (
     Target("exllamav3.modules.linear", "Linear.load", "974bd8b8b4e11460"),

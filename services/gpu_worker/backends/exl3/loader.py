@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import pathlib
 from collections.abc import Callable
@@ -206,6 +207,8 @@ class TritonPins:
         # Late: triton comes with torch's GPU builds alone.
         from triton.runtime.autotuner import Autotuner
 
+        # exllamav3 imports them with the first pass, which is too late to pin them.
+        importlib.import_module(upstream.TUNED)
         self._tuners = triton_tuners.find(Autotuner)
         self._pinned, why = triton_tuners.load(self._path, self._tuners, gpu)
         if why:

@@ -174,8 +174,8 @@ def _problem(need: Need, machine: Machine, *, forced: bool) -> tuple[str, str]:
         )
     if need.vram + need.slot > machine.vram_free:
         return (
-            f"{_gib(machine.vram_free)} of VRAM are free, {_gib(need.vram + need.slot)} are needed with a single expert: end what else uses "
-            "the GPU, or lower GLM53_CACHE_TOKENS, GLM53_MAX_STREAMS or GLM53_EC_RESERVE_GB",
+            f"{_gib(machine.vram_free)} of VRAM are free, {_gib(need.vram + need.slot)} are needed with a single expert: end what else "
+            "uses the GPU, or lower GLM53_CACHE_TOKENS, GLM53_MAX_STREAMS or GLM53_EC_RESERVE_GB",
             "GLM53_CACHE_TOKENS",
         )
     if need.arena > shm:

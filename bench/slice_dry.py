@@ -1,0 +1,68 @@
+"""A stand-in for a loaded side: the same calls and keys, times from a simple model, no GPU. For `--dry-run` and tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from bench import routing_trace
+from bench.slice_cases import Mode, Row
+from kernels.python.cache_sim import CachePolicy, simulate
+
+RECORD_BYTES = 9_474_048
+LINK_GB_S = 51.5
+
+
+class DryEngine:
+    """Times are those of a link that is always busy; hit rates come from the cache simulator on the same trace."""
+
+    def __init__(self, side: str, layers: int, trace: np.ndarray, steps: int, broken: str = "") -> None:
+        self._side, self._layers, self._trace, self._steps, self._broken = side, layers, trace, steps, broken
+        self._mode: Mode | None = None
+        self.records = layers * routing_trace.EXPERTS
+        self.entered: list[str] = []
+        self.closed = False
+
+    def enter(self, mode: Mode | None) -> None:
+        self._mode = mode
+        self.entered.append(mode.name if mode else "")
+
+    def decode(self, streams: int) -> Row:
+        if self._broken and self._mode is not None and self._mode.name == self._broken:
+            raise RuntimeError("the device is gone")
+        resident = 0.4 * self._layers * (1 + 0.25 * (streams - 1))
+        if self._side == "stock":
+            ms, hit, missed = {1: 22.0, 2: 36.0, 4: 79.0}[streams] * self._layers / 12, None, 0.0
+        elif self._side == "stock_resident" or (self._mode is not None and self._mode.slots == "all"):
+            ms, hit, missed = resident, 1.0, 0.0
+        else:
+            slots = 1 if self._mode is None or self._mode.slots == "one" else round(routing_trace.SLOT_SHARE * self.records)
+            one = np.ascontiguousarray(self._trace[:, :streams].reshape(len(self._trace), -1, routing_trace.TOP_K))
+            hit = simulate(CachePolicy.LRU, one[:, : self._layers], routing_trace.EXPERTS, slots, warm_tokens=len(one) // 2).hit_ratio
+            missed = streams * self._layers * routing_trace.TOP_K * (1 - hit) * RECORD_BYTES / 2**20
+            ms = 1.1 * (resident + missed * 2**20 / (LINK_GB_S * 1e9) * 1000)
+        return {
+            "steps": self._steps,
+            "ms": round(ms, 3),
+            "tok_s": round(streams * 1000 / ms, 2),
+            "hit_rate": round(hit, 4) if hit is not None else None,
+            "missed_mib_per_step": round(missed, 1),
+        }
+
+    def prefill(self) -> Row:
+        resident = 0.0825 * self._layers
+        seconds = (
+            resident if self._mode is None or self._mode.slots == "all" else max(resident, self.records * RECORD_BYTES / LINK_GB_S / 1e9)
+        )
+        return {"tokens": 8192, "s": round(seconds, 3), "tok_s": round(8192 / seconds)}
+
+    def after(self) -> Row:
+        return {"vram_peak_mib": 11_000, "ram_extra_gib": 2.5} if self._side == "ours" else {}
+
+    def facts(self) -> Row:
+        slots = round(routing_trace.SLOT_SHARE * self.records)
+        return (
+            {"records": self.records, "slots": slots, "record_bytes": RECORD_BYTES, "link_gb_s": LINK_GB_S} if self._side == "ours" else {}
+        )
+
+    def close(self) -> None:
+        self.closed = True

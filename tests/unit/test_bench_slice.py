@@ -1,0 +1,395 @@
+"""The full-shape slice's bench as far as no GPU is needed: cases, rows over broken runs, figures, and both engines over stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bench import gpu_exact, gpu_exact_slice, report, routing_trace, slice_cases, slice_checkpoint, slice_machine, slice_stock
+from bench.slice_cases import Case, Rows
+from bench.slice_dry import DryEngine
+from kernels.python.expert import ExpertShape
+
+ROOT = Path(__file__).resolve().parents[2]
+MODES = {mode.name: mode for mode in slice_cases.MODES}
+
+
+def dry(tmp_path: Path, *words: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    gpu_exact_slice.main(
+        [*words, "--dry-run", "--layers", "2", "--warm", "6", "--steps", "6", "--state", str(tmp_path / "rows.json"), "--out", str(out)]
+    )
+    return dict(json.loads(out.read_text()))
+
+
+def test_a_dry_run_measures_every_case_and_makes_every_figure(tmp_path: Path) -> None:
+    """All commands one after the other, as on a GPU: a row for each case, no figure missing but stock 1.6.5's."""
+    for command in gpu_exact_slice.COMMANDS:
+        document = dry(tmp_path, command)
+    names = {row["name"] for row in document["rows"]}
+    assert names == {case.name for side in ("ours", "stock", "stock_resident") for case in slice_cases.cases(side, 12)}
+    summary = document["summary"]
+    assert [key for key, value in summary.items() if value is None] == ["c1_vs_stock165"]
+    assert summary["errors"] == []
+    assert summary["step_over_bound"] == pytest.approx(1.1, abs=0.01)
+    assert document["facts"]["boot_id"] == slice_cases.boot_id()
+    assert set(gpu_exact.OTHER_FIGURES) <= set(summary)
+    quoted = gpu_exact.slice_figures(tmp_path / "out.json")
+    assert quoted["step_over_bound"] == summary["step_over_bound"]
+    assert quoted["slice"] == "2 MoE layers, out.json"
+    assert "c1_tok_s" not in quoted
+
+
+def test_all_runs_the_commands_as_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other with the same options and what is left of the time; the first that fails ends it."""
+    ran: list[list[str]] = []
+
+    def run(argv: list[str], **_how: Any) -> Any:
+        ran.append(argv)
+        return types.SimpleNamespace(returncode=3 if argv[3] == "stock" else 0)
+
+    monkeypatch.setattr(gpu_exact_slice.subprocess, "run", run)
+    with pytest.raises(SystemExit, match="stock ended with 3"):
+        gpu_exact_slice.main(["all", "--layers", "6", "--seconds", "500"])
+    assert [argv[1:6] for argv in ran] == [["-m", "bench.gpu_exact_slice", name, "--layers", "6"] for name in ("prepare", "ours", "stock")]
+    assert all(gpu_exact_slice.parser().parse_args(argv[3:]).seconds <= 500 for argv in ran)
+
+
+def test_a_second_run_measures_only_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows of this boot are kept, broken ones are measured again, another boot's are dropped."""
+    dry(tmp_path, "ours")
+    state = tmp_path / "rows.json"
+    kept = json.loads(state.read_text())
+    kept["rows"]["ours/in_step/C1"] = {"error": "RuntimeError: x"}
+    kept["rows"]["ours/resident/C2"]["mark"] = 1
+    state.write_text(json.dumps(kept))
+    capsys.readouterr()
+    again = {row["name"]: row for row in dry(tmp_path, "ours")["rows"]}
+    said = [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert said == ["ours/in_step/C1"]
+    assert again["ours/resident/C2"]["mark"] == 1
+    dry(tmp_path, "ours")
+    assert "everything is measured" in capsys.readouterr().out
+    kept["facts"]["boot_id"] = "another"
+    state.write_text(json.dumps(kept))
+    assert "mark" not in {row["name"]: row for row in dry(tmp_path, "ours")["rows"]}["ours/resident/C2"]
+
+
+def rows_in(tmp_path: Path) -> Rows:
+    return Rows(tmp_path / "rows.json", tmp_path / "out.json", report.start("test"), slice_cases.summarise)
+
+
+def trace_of(layers: int) -> np.ndarray:
+    return routing_trace.make(0, 8, streams=8, depths=gpu_exact_slice.depths_of(layers))
+
+
+def test_a_broken_mode_leaves_its_rows_and_the_others_go_on(tmp_path: Path) -> None:
+    """One mode fails: its cases say so; two failures in a row end the run, with everything written."""
+    rows, engine = rows_in(tmp_path), DryEngine("ours", 1, trace_of(1), 4, broken="in_place")
+    todo = slice_cases.cases("ours", 8)
+    assert slice_cases.run(todo, MODES, engine, rows, time.monotonic() + 1e6) == []
+    assert rows.rows["ours/in_place/C1"] == {"error": "RuntimeError: the device is gone"}
+    assert rows.done("ours/resident/C8")
+    assert engine.entered == ["between_steps", "in_step", "in_place", "resident"]
+    bad = DryEngine("ours", 1, trace_of(1), 4, broken="between_steps")
+    other = Rows(tmp_path / "r2", tmp_path / "o2", report.start("test"), slice_cases.summarise)
+    with pytest.raises(SystemExit, match="2 cases in a row failed, the last one with RuntimeError: the device is gone"):
+        slice_cases.run(todo, MODES, bad, other, time.monotonic() + 1e6)
+    assert len(json.loads((tmp_path / "r2").read_text())["rows"]) == 2
+
+
+def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    """What time does not allow is named."""
+    engine = DryEngine("stock", 12, trace_of(12), 4)
+    skipped = slice_cases.run(slice_cases.cases("stock", 300), {}, engine, rows_in(tmp_path), time.monotonic() + 10)
+    assert skipped == ["stock/C2", "stock/C4"]
+
+
+def test_a_stock_run_that_is_too_slow_stops() -> None:
+    """By more than 15 %: the ratio to it would flatter us."""
+    case = Case("stock", "", "C1", 1)
+    slice_cases.refuse_slow_stock(case, {"ms": 26.7})
+    with pytest.raises(SystemExit, match=r"27\.0 ms a step at C1, 23\.3 are known"):
+        slice_cases.refuse_slow_stock(case, {"ms": 27.0})
+    slice_cases.refuse_slow_stock(Case("stock_resident", "", "C1", 1), {"ms": 99})
+
+
+def test_the_figures_are_made_of_the_right_rows() -> None:
+    """By hand: bound, ratios, the faster admission, the prefill's limit, the largest memory."""
+    memory = {"ram_extra_gib": 2.0, "vram_peak_mib": 1024}
+    more = {"ram_extra_gib": 3.0, "vram_peak_mib": 2048}
+    rows: dict[str, Any] = {
+        "ours/resident/C1": {"ms": 5.0},
+        "ours/resident/prefill": {"s": 0.5},
+        "ours/between_steps/C1": {"ms": 20.0, "tok_s": 50.0, "hit_rate": 0.47, "missed_mib_per_step": 500.0, **memory},
+        "ours/in_step/C1": {"ms": 15.0, "tok_s": 66.7, "hit_rate": 0.5, "missed_mib_per_step": 477.0, **more},
+        "ours/in_step/C4": {"ms": 40.0, "tok_s": 100.0, "missed_mib_per_step": 1500.0},
+        "ours/in_step/prefill": {"s": 1.25},
+        "ours/between_steps/prefill": {"s": 2.0},
+        "stock/C1": {"ms": 24.0},
+        "stock_resident/C1": {"ms": 6.0},
+        "stock/C2": {"error": "x"},
+    }  # fmt: skip
+    facts = {"link_gb_s": 50.0, "records": 1000, "slots": 0, "record_bytes": 50_000_000, "clock_hit_rate": 0.395, "belady_hit_rate": 0.69}
+    summary = slice_cases.summarise(rows, facts)
+    assert summary["admission"] == "in_step"
+    assert summary["c1_tok_s"] == 66.7
+    assert summary["c1_vs_stock151"] == 1.6
+    assert summary["step_over_bound"] == pytest.approx(15 / (5 + 477 * 2**20 / 50e9 * 1000), abs=1e-3)
+    assert summary["c4_over_c1"] == pytest.approx(1.499, abs=1e-3)
+    assert summary["all_resident_time_ratio"] == pytest.approx(0.833, abs=1e-3)
+    assert summary["hit_minus_clock_points"] == 10.5
+    assert summary["prefill8k_of_limit"] == 0.8  # the link: 50 GB at 50 GB/s
+    assert (summary["ram_extra_gib"], summary["vram_peak_gib"]) == (3.0, 2.0)
+    assert (summary["c2_vs_stock151"], summary["c4_vs_stock151"], summary["errors"]) == (None, None, ["stock/C2"])
+
+
+def test_estimates_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a command should take, so that one can be fitted into a lent machine's time; each fits into ten minutes."""
+    gpu_exact_slice.main(["estimate"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == list(gpu_exact_slice.COMMANDS)
+    assert all(0 < float(line[1]) < 600 for line in lines)
+
+
+FAKE_NVML = """
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } Memory;
+static int calls;
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) { *device = (void*)(unsigned long)(index + 1); return index > 7 ? 2 : 0; }
+int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
+  memory->total = 100; memory->used = ++calls == 2 ? 70 : 40; memory->free = 60;
+  return device == (void*)1 ? 0 : 3;
+}
+"""
+
+
+def test_vram_is_read_as_the_driver_counts_it(tmp_path: Path) -> None:
+    """Through a library of NVML's interface; the peak between two looks counts once; errors say which call."""
+    source, library = tmp_path / "nvml.c", tmp_path / "libnvml.so"
+    source.write_text(FAKE_NVML)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    nvml = slice_machine.Nvml(0, str(library))
+    assert [nvml.used(), nvml.used(), nvml.used()] == [40, 70, 40]
+    with pytest.raises(OSError, match="nvmlDeviceGetHandleByIndex_v2 gives 2"):
+        slice_machine.Nvml(8, str(library))
+    with pytest.raises(OSError, match="none"):
+        slice_machine.Nvml(0, str(tmp_path / "none.so"))
+    readings = iter([5, 90, 10])
+    with slice_machine.PeakSampler(lambda: next(readings, 7), period_s=0.005) as sampler:
+        time.sleep(0.2)
+        peak, samples = sampler.take()
+        assert (peak, samples > 3) == (90, True)
+        assert sampler.take()[0] == 7
+
+
+def test_memory_beside_the_arena(tmp_path: Path) -> None:
+    """Anonymous and file pages of all processes, and segments beyond the arena; shared memory mapped twice counts once."""
+    for pid, (anon, file) in {1: (1024 * 1024, 2048), 2: (512 * 1024, 0)}.items():
+        (tmp_path / str(pid)).mkdir()
+        text = f"0-1 ---p [rollup]\nRss: 9 kB\nPss_Anon: {anon} kB\nPss_File: {file} kB\nPss_Shmem: 777777 kB\n"
+        (tmp_path / str(pid) / "smaps_rollup").write_text(text)
+    assert slice_machine.own_bytes([1, 2], tmp_path) == (1536 * 1024 + 2048) * 1024
+    assert slice_machine.own_bytes() > 10 << 20
+    segment = tmp_path / "segment"
+    segment.write_bytes(os.urandom(1 << 20))
+    before = slice_machine.ram_extra_gib(0, [])
+    assert slice_machine.ram_extra_gib(-(1 << 30), [segment]) == pytest.approx(before + 1, abs=0.05)
+
+
+def test_stocks_experts_are_renumbered_by_popularity() -> None:
+    """The most picked expert of each layer becomes 0; who shares a token stays the same."""
+    trace = np.array([[[[5, 7], [1, 2]]], [[[5, 9], [2, 3]]], [[[7, 5], [2, 1]]]])  # 3 tokens, 1 stream, 2 layers, 2 picks
+    got = slice_stock.by_popularity(trace)
+    assert got[:, 0, 0].tolist() == [[0, 1], [0, 2], [1, 0]]
+    assert got[:, 0, 1].tolist() == [[1, 0], [0, 2], [0, 1]]
+
+
+class FakeStore:
+    def __init__(self, loaded: Any, count: int, events: list[Any]) -> None:
+        self._events, self._records = events, loaded.records
+        self.placement = types.SimpleNamespace(num_slots=count)
+        self._slots = torch.zeros((count, 8), dtype=torch.uint8)
+
+    def place(self, records: Any) -> None:
+        self._events.append(("place", len(list(records))))
+
+    def close(self) -> None:
+        self._events.append("store closed")
+
+
+class FakeBackend:
+    def __init__(self, _model: Any, _cache: Any, store: FakeStore, records: Any, _replacements: Any, info: Any) -> None:
+        self.experts, self.info, self.open, self.rows = types.SimpleNamespace(_records=records), info, 0, 0
+
+    def open_stream(self) -> object:
+        self.open += 1
+        return object()
+
+    def close_stream(self, _stream: object) -> None:
+        self.open -= 1
+
+    def prefill(self, _stream: object, ids: list[int], *, all_logits: bool) -> None:
+        assert not all_logits
+        assert ids
+
+    def decode(self, streams: list[object], tokens: list[int]) -> None:
+        assert len(streams) == len(tokens) == self.open
+        self.rows += len(tokens)
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "decode_picks": 16 * self.rows,
+            "decode_hits": 8 * self.rows,
+            "decode_records_missed": 8 * self.rows,
+            "bytes_copied": 100 * self.rows,
+        }
+
+
+def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but exllamav3 and the device is real: files, arena, fill. Modes come in order, the cap is set and lifted."""
+    experts = 8
+    monkeypatch.setattr(routing_trace, "EXPERTS", experts)
+    monkeypatch.setattr(slice_checkpoint, "HIDDEN", 256)
+    monkeypatch.setattr(slice_checkpoint, "INTER", 128)
+    slice_checkpoint.write_experts_only(tmp_path / "m", 1, experts)
+    monkeypatch.setattr(gpu_exact_slice, "SHM", str(tmp_path))
+    events: list[Any] = []
+
+    def load_model(checkpoint: Any, arena: Any, shapes: list[ExpertShape], **sizes: int) -> Any:
+        assert arena.check(0, 7)
+        assert sizes == {"cache_tokens": 16_384, "max_streams": 8, "chunk": 8192}
+        host = torch.zeros((experts, 8), dtype=torch.uint8)
+        records = types.SimpleNamespace(
+            num_records=experts, stride=shapes[0].record_bytes, arena=arena, host=host, close=lambda: events.append("unpinned")
+        )
+        layers = [types.SimpleNamespace(index=0, mlp=types.SimpleNamespace(routing_fn=lambda rows, c, y, p: (y, p)))]
+        return types.SimpleNamespace(
+            records=records, layers=layers, table=torch.zeros(1), cache=None,
+            model=types.SimpleNamespace(unload=lambda: events.append("unloaded")),
+            replacements=types.SimpleNamespace(undo=lambda: events.append("undone")),
+        )  # fmt: skip
+
+    monkeypatch.setattr(gpu_exact_slice.loader, "load_model", load_model)
+    monkeypatch.setattr(gpu_exact_slice.loader, "make_store", lambda loaded, count, *_more: FakeStore(loaded, count, events))
+    monkeypatch.setattr(gpu_exact_slice, "Exl3Backend", FakeBackend)
+    for name, value in {
+        "mem_get_info": lambda _d: (50 << 30, 96 << 30),
+        "memory_allocated": lambda: 1 << 30,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "set_per_process_memory_fraction": lambda share: events.append(("cap", round(share, 3))),
+    }.items():
+        monkeypatch.setattr(gpu_exact_slice.torch.cuda, name, value)
+    monkeypatch.setattr(gpu_exact_slice, "Nvml", lambda: types.SimpleNamespace(used=lambda: 3 << 30))
+    monkeypatch.setattr(routing_trace, "SLOT_SHARE", 1.0)
+    args = gpu_exact_slice.parser().parse_args(
+        ["ours", "--folder", str(tmp_path / "m"), "--layers", "1", "--warm", "2", "--steps", "3", "--prefill", "64"]
+    )
+    rows = rows_in(tmp_path)
+    engine = gpu_exact_slice.OurEngine(args, np.zeros((5, 8, 1, 8), np.uint16), time.monotonic() + 1e6)
+    assert slice_cases.run(slice_cases.cases("ours", 5), MODES, engine, rows, time.monotonic() + 1e6) == []
+    engine.close()
+    assert [row for row in rows.rows.values() if "error" in row] == []
+    c2 = rows.rows["ours/between_steps/C2"]
+    assert (c2["steps"], c2["hit_rate"], c2["vram_peak_mib"]) == (3, 0.5, 3072)
+    assert c2["missed_mib_per_step"] == round(16 * engine.facts()["record_bytes"] / 2**20, 1)
+    assert rows.rows["ours/in_step/prefill"]["tokens"] == 64
+    assert engine.facts()["arena"] == "filled"
+    assert "link_gb_s" in engine.facts()
+    assert [event[1] for event in events if event[0] == "cap"] == [0.25, 0.25, 0.25, 1.0]
+    assert events[-4:] == ["store closed", "undone", "unloaded", "unpinned"]
+    assert gpu_exact_slice.fill_arena(gpu_exact_slice.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {
+        "arena": "taken over"
+    }
+
+
+class FakeGenerator:
+    """Each job streams one token an iteration, after one iteration of prefill."""
+
+    def __init__(self, model: Any, _cache: Any, _tokenizer: Any, **_sizes: int) -> None:
+        self.jobs: list[list[int]] = []
+        self._model = model
+
+    def enqueue(self, job: Any) -> None:
+        self.jobs.append([job["max_new_tokens"]])
+
+    def num_remaining_jobs(self) -> int:
+        return len(self.jobs)
+
+    def iterate(self) -> list[dict[str, Any]]:
+        for module, _, _ in self._model.fwd_modules:
+            module.mlp.routing_fn(len(self.jobs), None, None, None)
+        out = [{"stage": "streaming", "token_ids": torch.zeros((1, 1))} for _ in self.jobs]
+        for job in self.jobs:
+            job[0] -= 1
+        self.jobs = [job for job in self.jobs if job[0]]
+        return out
+
+
+def test_stocks_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The split's settings, the forced picks of every step and layer, the tokens that are counted."""
+    seen: list[Any] = []
+
+    class Block:
+        def __init__(self) -> None:
+            self.routing_fn = self.stock
+
+        def stock(self, rows: int, _config: Any, _y: Any, _params: Any) -> Any:
+            picks, weights = torch.zeros((rows, 8), dtype=torch.int64), torch.zeros((rows, 8))
+            seen.append(picks)
+            return picks, weights
+
+    infer = types.SimpleNamespace()
+    model = types.SimpleNamespace(
+        fwd_modules=[(types.SimpleNamespace(mlp=Block()), 0, i) for i in range(2)],
+        load=lambda **how: seen.append(how),
+        unload=lambda: None,
+    )
+    sampler = types.ModuleType("exllamav3.generator.sampler")
+    sampler.ArgmaxSampler = object  # type: ignore[attr-defined]
+    block = types.ModuleType("exllamav3.modules.block_sparse_mlp")
+    block.BlockSparseMLP = Block  # type: ignore[attr-defined]
+    package = types.ModuleType("exllamav3")
+    for name, value in {
+        "Config": types.SimpleNamespace(from_directory=lambda _path: types.SimpleNamespace(infer_params=infer)),
+        "Model": types.SimpleNamespace(from_config=lambda _config: model),
+        "Cache": lambda *_a, **_k: None,
+        "Tokenizer": types.SimpleNamespace(from_config=lambda _config: None),
+        "Generator": FakeGenerator,
+        "Job": dict,
+    }.items():
+        setattr(package, name, value)
+    for module in (package, sampler, block, types.ModuleType("exllamav3.generator"), types.ModuleType("exllamav3.modules")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    real = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self if str(device).startswith("cuda") else real(self, device))
+    for name in ("synchronize", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    trace = routing_trace.make(0, 30, streams=8, depths=(0, 41))
+    args = gpu_exact_slice.parser().parse_args(["stock", "--folder", str(tmp_path), "--steps", "10", "--warm", "4", "--prefill", "64"])
+    engine = slice_stock.StockEngine("stock", args, trace)
+    assert infer.moe_cpu_split == 255
+    assert infer.moe_cpu_threads == max(1, (os.cpu_count() or 2) - 1)
+    assert seen[0] == {"use_per_device": [130], "max_chunk_size": 2048, "progressbar": False}
+    seen.clear()
+    row = engine.decode(4)
+    assert row["steps"] == 10
+    assert row["tok_s"] > 0
+    want = torch.from_numpy(slice_stock.by_popularity(trace))
+    assert torch.equal(seen[2], want[2, :4, 0])
+    assert torch.equal(seen[3], want[2, :4, 1])
+    assert engine.prefill()["tokens"] == 64
+    assert engine.facts()["stock_experts_in_vram_per_layer"] == 33
+    assert 0.2 < engine.facts()["stock_hit_share"] < 1
