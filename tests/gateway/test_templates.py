@@ -12,7 +12,7 @@ import pytest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.parser import OutputParser, parse_all
 from services.gateway.prompt import ChatTemplate, PromptTail, Thinking
-from services.gateway.tool_grammar import CallStyle, ToolGrammar
+from services.gateway.tool_grammar import CallStyle, DeclaredTool, ToolGrammar
 from services.gateway.tool_schema import ToolSchemas
 from tests.gateway.events import stream
 from tests.gateway.fake_worker import Finish, Say
@@ -179,7 +179,8 @@ def test_every_split_of_either_style_gives_the_same_calls(style: CallStyle) -> N
         if hasattr(delta, "index") and hasattr(delta, "text"):
             joined[delta.index] = joined.get(delta.index, "") + delta.text
     assert [json.loads(text) for text in joined.values()] == [{"x": "é\n 1", "n": 7}, {"x": "  ", "n": "x"}]
-    assert accepts(pb.Grammar(lark=ToolGrammar([TOOL], IDS, style).calls(several=True)), call(style) + call(style, "", "0"))
+    declared = DeclaredTool("f", TOOL["function"]["parameters"], "tools[0].function.parameters")
+    assert accepts(pb.Grammar(lark=ToolGrammar([declared], IDS, style).calls(several=True)), call(style) + call(style, "", "0"))
 
 
 def test_a_template_without_calls_is_compact() -> None:
