@@ -22,7 +22,6 @@ from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.patches import triton_tuners, upstream
 
 SHM = "/dev/shm"
 SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `slice`
@@ -30,13 +29,10 @@ IDLE_S = 5.0
 
 
 def prepare(results: Results) -> None:
-    """Checks exllamav3; Triton's kernels take their first configuration: timing all of them takes minutes."""
-    upstream.check()
-    import exllamav3  # noqa: F401 - its kernels are looked for below
-    from triton.runtime.autotuner import Autotuner
-
-    results.summary["gpu"] = torch.cuda.get_device_name(0)
-    triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
+    """Checks and imports exllamav3, as the slice's own bench does."""
+    chosen = argparse.Namespace(tune=False)
+    gpu_exact_slice.prepare_exllamav3(chosen)
+    results.summary |= {"gpu": torch.cuda.get_device_name(0), "triton_tuners": chosen.tuners}
 
 
 def fidelity_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
@@ -96,8 +92,7 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
     """The full-shape slice with its routing forced from a trace."""
     prepare(results)
     loaded, checkpoint = load_slice(args.layers)
-    depths = tuple(routing_trace.SLICE_DEPTHS[i * len(routing_trace.SLICE_DEPTHS) // args.layers] for i in range(args.layers))
-    trace = routing_trace.make(0, args.warm + args.steps, streams=8, depths=depths)
+    trace = routing_trace.make(0, args.warm + args.steps, streams=8, depths=gpu_exact_slice.depths_of(args.layers))
     routing = gpu_exact_slice.ForcedRouting(loaded, trace)
     lane = LaneProcess("slice", SHM, args.threads)
     rig = GpuRig(loaded, routing_trace.TOP_K, checkpoint.config.vocab_size, "slice", lane, deadline, SHM)
