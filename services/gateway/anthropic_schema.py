@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,7 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
 from services.gateway.formats import Body
+from services.gateway.json_text import MAX_DEPTH, is_deep
 from services.gateway.refusals import refuse_chat_only, refuse_fields
 from services.gateway.schemas import Number, with_sampling
 
@@ -205,6 +207,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     if not messages:
         raise EmptyArray("messages must have at least one message.", param="messages")
     found: list[dict[str, Any]] = []
+    ids: set[str] = set()
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if not isinstance(message, dict):
@@ -216,15 +219,23 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
             found.append({"role": role, "content": content})
         elif not isinstance(content, list):
             raise InvalidType(f"{path}.content must be a string or a list of blocks.", param=f"{path}.content")
+        elif not content:
+            raise EmptyArray(f"{path}.content must have at least one block.", param=f"{path}.content")
         elif role == "assistant":
             found.append(_assistant(content, f"{path}.content"))
+            ids.update(call["id"] for call in found[-1].get("tool_calls", ()))
         else:
-            found += _user(content, role, f"{path}.content")
+            found += _user(content, role, f"{path}.content", ids)
+    if found[-1].get("tool_calls"):
+        path = f"messages[{len(messages) - 1}]"
+        raise InvalidRequest(f"{path} ends with tool_use; the message after it brings the tool_result.", param=path)
     return found
 
 
 def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         kind = _kind(block, where)
@@ -236,8 +247,13 @@ def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
             given = block.get("input", {})
             if not isinstance(given, dict):
                 raise InvalidType(f"{where}.input must be an object.", param=f"{where}.input")
+            if is_deep(given):
+                raise InvalidRequest(f"{where}.input is nested deeper than {MAX_DEPTH} levels.", param=f"{where}.input")
             function = {"name": _string(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
-            calls.append({"id": _string(block, "id", where), "type": "function", "function": function})
+            call_id = _string(block, "id", where)
+            if any(call["id"] == call_id for call in calls):
+                raise InvalidRequest(f"{where}.id is {call_id[:60]!r}, as of another tool_use of the message.", param=f"{where}.id")
+            calls.append({"id": call_id, "type": "function", "function": function})
         elif kind != "redacted_thinking":
             raise UnsupportedContent(f"{where} has type {kind!r}: this server takes text, thinking and tool_use.", param=where)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -248,14 +264,18 @@ def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
     return message
 
 
-def _user(blocks: list[Any], role: str, path: str) -> list[dict[str, Any]]:
-    """Results first, in their order, then what the user says."""
+def _user(blocks: list[Any], role: str, path: str, ids: Set[str]) -> list[dict[str, Any]]:
+    """Results first, in their order, then what the user says. `ids` are those of the calls that results may answer."""
     results: list[dict[str, Any]] = []
     texts = []
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         if _kind(block, where) == "tool_result":
-            results.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", where), "content": _result(block, where)})
+            call_id = _string(block, "tool_use_id", where)
+            if call_id not in ids:
+                path = f"{where}.tool_use_id"
+                raise InvalidRequest(f"{path} is {call_id[:60]!r}, which is the id of no tool_use before it.", param=path)
+            results.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
         else:
             texts.append(_text_block(block, where))
     return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])

@@ -15,8 +15,8 @@ from typing import Any, Literal
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.formats import ResponseFormat
+from services.gateway.json_text import read_json
 from services.gateway.lark import ANY_TEXT, json_rule, literal
-from services.gateway.numbers import finite, refuse_constant
 from services.gateway.prompt import PromptTail
 from services.gateway.schema_check import check_schema
 from services.gateway.schema_support import check_support, for_grammar
@@ -26,6 +26,9 @@ from services.gateway.tool_grammar import DeclaredTool, ToolGrammar
 from services.gateway.worker_client import Language
 
 _BARE_SLASH = re.compile(r"(?<!\\)/")
+
+# Larger ones take the worker seconds, if they can be followed at all.
+_MAX_GRAMMAR_CHARS = 2_000_000
 
 Kind = Literal["json_schema", "regex", "lark", "any_json_object"]
 
@@ -108,6 +111,10 @@ def constraint_for(
         if found.param == "tools":
             return None
         raise UnsupportedParameter(f"{found.param} is not supported by this worker: it cannot constrain its output.", param=found.param)
+    if len(found.text) > _MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"{found.param} makes a grammar of {len(found.text)} characters; this server takes {_MAX_GRAMMAR_CHARS}.", param=found.param
+        )
     found = spelled_out(found, language.tokenizer.control_ids)
     grammar = pb.Grammar()
     if found.kind == "any_json_object":
@@ -214,10 +221,7 @@ def _form(name: str, value: Any, param: str) -> Wanted:
 
 def _schema_text(schema: dict[str, Any] | str, param: str, path: str) -> str:
     if isinstance(schema, str):
-        try:
-            schema = json.loads(schema, parse_constant=refuse_constant, parse_float=finite)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{path}: the JSON schema is not valid JSON: {error}", param=param) from None
+        schema = read_json(schema, path, param)
         if not isinstance(schema, dict):
             raise InvalidRequest(f"{path}: the JSON schema must be an object.", param=param)
     kept = for_grammar(_checked(schema, param, path))

@@ -6,11 +6,12 @@ roles that they do not know. Whatever would go wrong there is put right here or 
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
+from services.gateway.json_text import MAX_DEPTH, is_deep, read_json
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -28,7 +29,41 @@ def normalise(messages: list[Any]) -> list[dict[str, Any]]:
     Raises:
         InvalidRequest: names the message, e.g. ``messages[2].content``.
     """
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    tidy = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    _check_calls(tidy)
+    return tidy
+
+
+def _check_calls(messages: list[dict[str, Any]]) -> None:
+    """A result belongs to a call that was made: nothing else tells the model what it is the result of.
+
+    Raises:
+        InvalidRequest: names the message that answers no call, or the id that two calls of one turn have.
+    """
+    made = False
+    ids: set[str] = set()
+    for index, message in enumerate(messages):
+        for number, call_id in _call_ids(message):
+            path = f"messages[{index}].tool_calls[{number}].id"
+            if call_id in [other for earlier, other in _call_ids(message) if earlier < number]:
+                raise InvalidRequest(f"{path} is {call_id[:60]!r}, as of another call of the message; ids tell calls apart.", param=path)
+            ids.add(call_id)
+        made = made or "tool_calls" in message
+        if message["role"] != "tool":
+            continue
+        if not made:
+            path = f"messages[{index}].role"
+            raise InvalidRequest(f"{path} is 'tool', but no message before it has tool_calls that it could answer.", param=path)
+        answered = message.get("tool_call_id")
+        if answered is not None and ids and answered not in ids:
+            path = f"messages[{index}].tool_call_id"
+            raise InvalidRequest(f"{path} is {answered[:60]!r}, which is the id of no call before it.", param=path)
+
+
+def _call_ids(message: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    for number, call in enumerate(message.get("tool_calls", ())):
+        if "id" in call:
+            yield number, call["id"]
 
 
 def _message(message: Any, path: str) -> dict[str, Any]:
@@ -42,6 +77,9 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     if role not in _ROLES:
         hint = "; send function results with the role tool" if role == "function" else ""
         raise InvalidRequest(f"{path}.role {role!r} is not one of {', '.join(_ROLES)}{hint}.", param=f"{path}.role")
+    name = message.get("name")
+    if name is not None and not isinstance(name, str):
+        raise InvalidType(f"{path}.name must be a string, not {_kind(name)}.", param=f"{path}.name")
     if role == "assistant":
         return _assistant(message, path)
     if role == "tool":
@@ -50,6 +88,9 @@ def _message(message: Any, path: str) -> dict[str, Any]:
 
 
 def _assistant(message: dict[str, Any], path: str) -> dict[str, Any]:
+    if message.get("function_call") is not None:
+        where = f"{path}.function_call"
+        raise InvalidRequest(f"{where} is of an older API; send it as {path}.tool_calls.", param=where)
     calls = _tool_calls(message.get("tool_calls"), f"{path}.tool_calls")
     reasoning = _reasoning(message, path)
     content = message.get("content")
@@ -157,15 +198,14 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 def _arguments(value: Any, path: str) -> dict[str, Any]:
     """Arguments of a past call: a JSON object as text (OpenAI's way) or as itself."""
     if isinstance(value, dict):
+        if is_deep(value):
+            raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", param=path)
         return value
     if value is None or value == "":
         return {}
     if not isinstance(value, str):
         raise InvalidType(f"{path} must be a string that holds a JSON object, not {_kind(value)}.", param=path)
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{path} is not valid JSON: {error}", param=path) from None
+    parsed = read_json(value, path)
     if parsed is None:
         return {}
     if not isinstance(parsed, dict):

@@ -37,7 +37,7 @@ async def create_response(request: Request) -> Response:
         check(body)
         ready = await ready_for(request, body.model)
         earlier = await _earlier(request, body.previous_response_id)
-        own = messages_of(body.input)
+        own = messages_of(body.input, earlier)
         # Instructions are of this response alone: the next one may bring others.
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages = earlier + own

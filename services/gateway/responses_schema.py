@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +12,7 @@ from pydantic import Field
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
 from services.gateway.formats import Body
+from services.gateway.json_text import read_json
 from services.gateway.refusals import refuse_chat_only, refuse_fields, refuse_unknown
 from services.gateway.schemas import Number, Reasoning, with_sampling
 
@@ -146,8 +149,12 @@ CHAT_WORDS = {
 }
 
 
-def messages_of(items: str | list[Any]) -> list[dict[str, Any]]:
+def messages_of(items: str | list[Any], earlier: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Input items → chat messages. Items of one assistant turn (reasoning, text, calls) become one message.
+
+    Args:
+        items: the request's `input`.
+        earlier: messages of the response that it goes on from; outputs may answer their calls.
 
     Raises:
         InvalidRequest: names the item.
@@ -168,7 +175,14 @@ def messages_of(items: str | list[Any]) -> list[dict[str, Any]]:
                 f"{path} has type {kind!r}; this server takes messages, function calls, their outputs and reasoning.", param=path
             )
         reader(item, path, messages)
+        if kind == "function_call_output" and not any(item["call_id"] in _call_ids(message) for message in (*earlier, *messages)):
+            where = f"{path}.call_id"
+            raise InvalidRequest(f"{where} is {item['call_id'][:60]!r}, which is the id of no call before it.", param=where)
     return messages
+
+
+def _call_ids(message: dict[str, Any]) -> list[Any]:
+    return [call.get("id") for call in message.get("tool_calls", ())]
 
 
 def _turn(messages: list[dict[str, Any]], *, opens: str) -> dict[str, Any]:
@@ -195,7 +209,11 @@ def _message(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) ->
 
 def _call(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
     call_id, name, arguments = (_string(item, key, path) for key in ("call_id", "name", "arguments"))
+    if arguments and not isinstance(read_json(arguments, f"{path}.arguments"), dict | NoneType):
+        raise InvalidRequest(f"{path}.arguments must hold a JSON object.", param=f"{path}.arguments")
     turn = _turn(messages, opens="tool_calls")
+    if call_id in _call_ids(turn):
+        raise InvalidRequest(f"{path}.call_id is {call_id[:60]!r}, as of another call of the turn.", param=f"{path}.call_id")
     function = {"name": name, "arguments": arguments}
     turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
@@ -226,6 +244,8 @@ _TEXT_PARTS = {
 def _parts(parts: Any, path: str) -> str:
     if not isinstance(parts, list):
         raise InvalidType(f"{path} must be a string or a list of text parts.", param=path)
+    if not parts:
+        raise EmptyArray(f"{path} must have at least one part.", param=path)
     texts = []
     for index, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None

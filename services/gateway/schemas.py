@@ -107,7 +107,7 @@ class SamplingFields(Body):
     @classmethod
     def _token_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
         for key in value or {}:
-            if not (key.isascii() and key.isdecimal() and int(key[:20]) < 2**32):
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**32):
                 raise ValueError(f'has the key {key[:40]!r}; keys are token ids, e.g. "42"')
         return value
 

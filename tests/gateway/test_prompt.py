@@ -36,8 +36,14 @@ def prompt(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = 
         ([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], "<|user|>hi<|assistant|><think></think>" + CALL_TEXT),
         ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}], "<|user|>hi<|assistant|><think></think>" + CALL_TEXT),
         ([USER, {"role": "assistant", "content": "a", "tool_calls": []}], "<|user|>hi<|assistant|><think></think>a"),
-        ([{"role": "tool", "content": "17"}], "<|observation|><tool_response>17</tool_response>"),
-        ([{"role": "tool", "content": None}], "<|observation|><tool_response></tool_response>"),
+        (
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "17"}],
+            "<|user|>hi<|assistant|><think></think>" + CALL_TEXT + "<|observation|><tool_response>17</tool_response>",
+        ),
+        (
+            [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": None}],
+            "<|user|>hi<|assistant|><think></think>" + CALL_TEXT + "<|observation|><tool_response></tool_response>",
+        ),
         ([{"role": "user", "content": ""}], "<|user|>"),
     ],
 )

@@ -1,0 +1,70 @@
+"""JSON that stands as text inside a request: arguments of past calls, schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from services.common.errors import InvalidRequest
+from services.gateway.numbers import finite, place_of_infinity, refuse_constant
+
+# Templates and grammars walk through values by recursion.
+MAX_DEPTH = 100
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def read_json(text: str, path: str, param: str | None = None) -> Any:
+    """The value that a text is; halves of surrogate pairs in its strings are replaced, as in bodies.
+
+    Args:
+        text: JSON.
+        path: where it stands in the request.
+        param: the field to blame, if not `path`.
+
+    Raises:
+        InvalidRequest: it is no JSON, holds a number that no double holds, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text, parse_constant=refuse_constant, parse_float=finite)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(_reason(text, path, error), param=param or path) from None
+    if is_deep(value):
+        raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", param=param or path)
+    return _encodable(value) if "\\u" in text else value
+
+
+def is_deep(value: Any) -> bool:
+    """True when lists and objects stand in each other more than `MAX_DEPTH` levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        holders = (outer for outer in level if isinstance(outer, dict | list))
+        level = [inner for outer in holders for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if not level:
+            return False
+    return True
+
+
+def _reason(text: str, path: str, error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return f"{path} is nested deeper than {MAX_DEPTH} levels."
+    if not isinstance(error, json.JSONDecodeError):
+        # Python's own text about long numbers speaks of Python.
+        try:
+            found = place_of_infinity(json.loads(text))
+        except (ValueError, RecursionError):
+            return f"{path} holds a number of more digits than any use has."
+        if found is not None:
+            place, value = found
+            return f"{path} holds {value}{f' at {place}' if place else ''}, which is no number that JSON has or that a double holds."
+    return f"{path} is not valid JSON: {error}"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return _HALF.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return value
