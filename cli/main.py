@@ -29,12 +29,27 @@ SERVE_FLAGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--served-name",), "SERVED_NAME", "model name that clients ask for"),
     (("--instance",), "GLM53_INSTANCE", "names the shared memory (default: from the port)"),
     (("--slots",), "GLM53_EC_MAX_SLOTS", "most expert cache slots"),
-    (("-cs", "--context"), "GLM53_CONTEXT_TOKENS", "context length in tokens"),
-    (("-ambs", "--max-batch-size"), "GLM53_MAX_STREAMS", "most streams in one decode step"),
+    (("--context",), "GLM53_CONTEXT_TOKENS", "context length in tokens"),
+    (("-cs",), "GLM53_CACHE_TOKENS", "tokens of the GPU's key-value cache, over all streams"),
+    (("--max-batch-size",), "GLM53_MAX_STREAMS", "most streams that decode at a time"),
+    (("-ambs",), "GLM53_STEP_STREAMS", "most streams in one pass of a GPU's decode step"),
     (("-chunk_size",), "GLM53_CHUNK_SIZE", "prefill chunk in tokens"),
+    (("-rcs",), "GLM53_PREFIX_CACHE_MB", "memory for states of earlier prompts, in GB here"),
     (("--log-level",), "GLM53_LOG_LEVEL", "debug, info, warning or error"),
     (("--log-format",), "GLM53_LOG_FORMAT", "console or json"),
 )
+
+
+def _gigabytes(text: str) -> str:
+    """MiB of so many GB."""
+    try:
+        return str(round(float(text) * 1024))
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of gigabytes") from None
+
+
+# Flags whose unit is not the setting's.
+CONVERTED: dict[str, Callable[[str], str]] = {"-rcs": _gigabytes}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run gateway, gpu_worker and cpu_expert on this machine")
     for flags, name, text in SERVE_FLAGS:
-        serve.add_argument(*flags, dest=name, default=None, help=f"{text} [{name}]")
+        serve.add_argument(*flags, dest=name, default=None, type=CONVERTED.get(flags[0], str), help=f"{text} [{name}]")
     keys.add_parser(commands)
     stream_rate.add_parser(commands)
     doctor.add_parser(commands)

@@ -65,6 +65,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_PREFIX_CACHE_MB",
         "GLM53_QUEUE_TIMEOUT_S",
         "GLM53_SLOW_READER_S",
+        "GLM53_STEP_STREAMS",
         "GLM53_STREAM_BUFFER_EVENTS",
         "GLM53_TRITON_PIN",
         "GLM53_WARM_UP",

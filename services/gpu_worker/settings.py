@@ -80,7 +80,14 @@ class GpuWorkerSettings(ServiceSettings):
         le=8192,
         description="Prompt tokens of one prefill pass; on a GPU 8192 unless set, and at least 256.",
     )
-    max_streams: int = Field(8, validation_alias="GLM53_MAX_STREAMS", ge=1, le=64, description="Most streams in one decode step.")
+    max_streams: int = Field(8, validation_alias="GLM53_MAX_STREAMS", ge=1, le=64, description="Most streams that decode at a time.")
+    step_streams: int = Field(
+        4,
+        validation_alias="GLM53_STEP_STREAMS",
+        ge=0,
+        le=64,
+        description="On a GPU: most streams in one pass of decode; more take turns within a step. 0: all GLM53_MAX_STREAMS.",
+    )
     max_queued: int = Field(64, validation_alias="GLM53_MAX_QUEUED", ge=1, le=100_000, description="Most requests that wait.")
     queue_timeout_s: float = Field(
         60.0,

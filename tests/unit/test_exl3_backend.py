@@ -192,3 +192,24 @@ def test_a_device_error_ends_the_backend_and_others_do_not(made: Any) -> None:
     model.error = ValueError("a bug")
     with pytest.raises(ValueError, match="a bug"):
         backend.decode([stream], [1])
+
+
+def test_more_streams_than_a_pass_takes_have_turns_in_one_step(made: Any) -> None:
+    """Every stream gets its token in the step, in passes of the size that is set, each with its own pages and positions."""
+    backend, model, _, experts = made
+    backend._step_streams = 2
+    streams = [backend.open_stream() for _ in range(2)]
+    for stream in streams:
+        backend.prefill(stream, [1, 2], all_logits=False)
+    model.calls.clear()
+    experts.events.clear()
+    backend.decode(streams, [5, 6])
+    assert [ids for ids, _ in model.calls] == [[[5], [6]]]
+    backend._step_streams = 1
+    model.calls.clear()
+    logits = backend.decode(streams, [7, 8])
+    assert [ids for ids, _ in model.calls] == [[[7]], [[8]]]
+    assert logits.argmax(-1).tolist() == [8, 9]
+    assert [params["cache_seqlens"].tolist() for _, params in model.calls] == [[3], [3]]
+    assert model.calls[0][1]["block_table"][0, 0] != model.calls[1][1]["block_table"][0, 0]
+    assert experts.events == ["between"] * 3

@@ -64,6 +64,7 @@ class Exl3Backend:
         replacements: undoes the patches.
         info: the facts.
         heat: keeps the experts' heat over restarts, or None.
+        step_streams: most streams in one pass of decode; 0 for all of them.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Exl3Backend:
         replacements: Replacements,
         info: BackendInfo,
         heat: HeatKeeper | None = None,
+        step_streams: int = 0,
     ) -> None:
         self.info = info
         self.experts = experts
         self._model, self._cache = model, cache
         self._records, self._replacements = records, replacements
         self._heat = heat
+        self._step_streams = step_streams or info.max_streams
         self._pages = PageTable(cache.max_num_tokens // PAGE_TOKENS)
         self._recurrent = bool(model.get_recurrent_layers())
         self._open: dict[int, GpuStream] = {}
@@ -158,10 +161,17 @@ class Exl3Backend:
 
     @_on_device
     def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
-        """Appends one token to each stream."""
+        """Appends one token to each stream, `step_streams` of them in one pass."""
         batch = cast("Sequence[GpuStream]", streams)
         for stream in batch:
             self._pages.grow(stream.pages, stream.length + 1)
+        size = self._step_streams
+        passes = [self._pass(batch[i : i + size], token_ids[i : i + size]) for i in range(0, len(batch), size)]
+        if self._heat is not None:
+            self._heat.tick(time.monotonic())
+        return passes[0] if len(passes) == 1 else np.concatenate(passes)
+
+    def _pass(self, batch: Sequence[GpuStream], token_ids: Sequence[int]) -> Logits:
         ids = self._pinned("ids", (len(batch), 1), torch.int64)
         lengths = self._pinned("lengths", (len(batch),), torch.int32)
         width = -(-max(len(stream.pages) for stream in batch) // _TABLE_STEP) * _TABLE_STEP
@@ -190,8 +200,6 @@ class Exl3Backend:
         torch.cuda.current_stream(self._device).synchronize()
         result: Logits = out.numpy().copy()
         self.experts.between_passes()
-        if self._heat is not None:
-            self._heat.tick(time.monotonic())
         return result
 
     def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

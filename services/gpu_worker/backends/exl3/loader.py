@@ -114,7 +114,9 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         chunk_size=chunk,
         page_tokens=PAGE_TOKENS,
     )
-    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat)
+    if settings.is_set("prefix_cache_mb") and settings.prefix_cache_mb:
+        log.warning("GLM53_PREFIX_CACHE_MB has no effect on a GPU: states are not kept for the next turn there")
+    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
 
 
 def check_machine(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape]) -> None:

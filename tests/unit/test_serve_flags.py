@@ -1,0 +1,40 @@
+"""Flags of `glm53 serve` become settings of the right name and unit."""
+
+from __future__ import annotations
+
+import pytest
+
+from cli import main
+from services.gpu_worker.settings import GpuWorkerSettings
+
+
+def settings_of(*flags: str) -> GpuWorkerSettings:
+    args = main.build_parser().parse_args(["serve", *flags])
+    return GpuWorkerSettings.load({name: str(value) for _, name, _ in main.SERVE_FLAGS if (value := getattr(args, name)) is not None})
+
+
+def test_the_flags_that_users_of_exllamav3_know() -> None:
+    """KV tokens, streams, streams of a pass, chunk, and gigabytes of states."""
+    settings = settings_of(
+        "-cs", "65536", "--max-batch-size", "6", "-ambs", "3", "-chunk_size", "4096", "-rcs", "1.5", "--context", "20000"
+    )
+    assert settings.cache_tokens == 65_536
+    assert settings.max_streams == 6
+    assert settings.step_streams == 3
+    assert settings.chunk_size == 4096
+    assert settings.prefix_cache_mb == 1536
+    assert settings.context_tokens == 20_000
+
+
+def test_their_defaults() -> None:
+    """Room for 131,072 tokens, eight streams, four in a pass."""
+    settings = settings_of()
+    assert (settings.cache_tokens, settings.max_streams, settings.step_streams) == (131_072, 8, 4)
+
+
+@pytest.mark.parametrize("value", ["much", "inf", ""])
+def test_no_number_of_gigabytes(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is refused by the flag's name."""
+    with pytest.raises(SystemExit):
+        settings_of("-rcs", value)
+    assert "argument -rcs" in capsys.readouterr().err
