@@ -57,7 +57,7 @@ setup-dev: .state/dev .state/node-clients .state/checkov proto kernels
 setup-dev: KERNEL_ARGS = --test
 
 proto: .state/proto ## Generate the gRPC stubs
-kernels: .state/serve ## Build the C++ kernels, and the GPU kernels where there are nvcc and a GPU (always for the tests)
+kernels: .state/serve ## Build the C++ kernels, and the GPU kernels where there are nvcc and a GPU (always, with test programs, for the tests)
 	@$(PY) tools/build_kernels.py $(KERNEL_ARGS)
 
 # Stamps: a step runs again only when what it depends on has changed.

@@ -1,7 +1,7 @@
 """Instructions that one expert costs, counted by valgrind, free of noise: `python -m bench.kernel_instructions`.
 
 A count is the difference between a run with two evaluations and one with one, of an expert of 1024 x 512 at 3 bits. Needs valgrind and the
-native test programs (the default of tools/build_kernels.py). valgrind has no AVX-512 and no AVX-VNNI, so AVX2 is counted.
+native test programs (tools/build_kernels.py --test). valgrind has no AVX-512 and no AVX-VNNI, so AVX2 is counted.
 """
 
 from __future__ import annotations

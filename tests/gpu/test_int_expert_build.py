@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from kernels.python import cuda_expert
@@ -51,6 +53,34 @@ def test_what_is_built(asked: str | None, recorded: str | None, built: str | Non
 def test_what_cmake_is_told(choice: str, nvcc: str | None, options: list[str]) -> None:
     """No nvcc means no GPU kernels; a choice of architectures is passed on."""
     assert build_kernels.cuda_options(choice, nvcc) == options
+
+
+def test_serving_builds_no_test_program() -> None:
+    """Only the libraries that are loaded; the tests build everything, and a folder that has test programs is known by its cache."""
+    assert build_kernels.targets("none", test=False) == ["--target", "glm53_kernels"]
+    assert build_kernels.targets("90", test=False) == ["--target", "glm53_kernels", "glm53_cuda"]
+    assert build_kernels.targets("90", test=True) == []
+    assert not build_kernels.has_tests(None)
+    assert not build_kernels.has_tests("GLM53_NATIVE_TESTS:BOOL=OFF\n")
+    assert build_kernels.has_tests("//doc\nGLM53_NATIVE_TESTS:BOOL=ON\n")
+
+
+def test_a_long_build_tells_how_far_it_is() -> None:
+    """A line every few seconds, nothing for a quick one; what was said is kept for when it fails."""
+    lines = ["-- words\n", *(f"[{number}/40] Building CXX object x.o\n" for number in range(1, 41))]
+    for each_s, expected in ((1.0, 13), (0.01, 0)):
+        now = iter(range(1000))
+        told: list[str] = []
+        said = build_kernels.progress(lines, told.append, lambda now=now, each_s=each_s: next(now) * each_s)
+        assert said == "".join(lines)
+        assert bool(told) == bool(expected)
+        assert all(line.endswith(" of 40 files") for line in told)
+
+
+def test_a_failed_build_shows_its_output(capfd: pytest.CaptureFixture[str]) -> None:
+    """With the compiler's words, and its exit code."""
+    assert build_kernels.run([sys.executable, "-c", "import sys; print('error: x', file=sys.stderr); sys.exit(3)"]) == 3
+    assert "error: x" in capfd.readouterr().err
 
 
 def test_an_unknown_architecture_is_refused() -> None:
