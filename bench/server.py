@@ -118,11 +118,12 @@ def start(work: Path, *flags: str, env: Mapping[str, str] | None = None, wait: b
 
 
 @contextlib.contextmanager
-def running(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def running(*flags: str, env: Mapping[str, str] | None = None, ready_s: float = 120.0) -> Iterator[Server]:
     """A server for the length of a `with` block."""
     with tempfile.TemporaryDirectory(prefix="glm53-bench-") as work:
-        server = start(Path(work), *flags, env=env)
+        server = start(Path(work), *flags, env=env, wait=False)
         try:
+            server.wait_ready(ready_s)
             yield server
         finally:
             server.stop()
