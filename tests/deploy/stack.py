@@ -39,11 +39,13 @@ class Stack:
     Attributes:
         engine: what runs it.
         up_s: seconds that `up --wait` took.
+        folder: where the compose file lies.
     """
 
     engine: Engine
     env: dict[str, str] = field(default_factory=dict)
     up_s: float = 0.0
+    folder: Path = COMPOSE
 
     @property
     def api(self) -> str:
@@ -53,7 +55,7 @@ class Stack:
     def compose(self, *args: str, timeout_s: float = 120, check: bool = True) -> str:
         """Runs docker-compose on the shipped file."""
         command = [str(Path(sys.executable).parent / "docker-compose"), "--project-name", PROJECT, *args]
-        return run(command, {**self.engine.env, **self.env}, timeout_s=timeout_s, cwd=COMPOSE, check=check)
+        return run(command, {**self.engine.env, **self.env}, timeout_s=timeout_s, cwd=self.folder, check=check)
 
     def up(self) -> None:
         """Starts everything and waits until every service is healthy."""

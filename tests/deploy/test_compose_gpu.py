@@ -23,7 +23,7 @@ from tests.deploy import images
 from tests.deploy.engine import ROOT, Engine, until
 from tests.deploy.stack import Stack, settings
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 CDI = Path("/var/run/cdi")
 # A device that is there on every machine, under the name of the first GPU's.
 SPECIFICATION = {

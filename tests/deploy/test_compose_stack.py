@@ -18,7 +18,7 @@ import pytest
 from tests.deploy.engine import LAB, until
 from tests.deploy.stack import PROJECT, SERVICES, Stack, get
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 # A request is over within this time, whatever is killed: it ends well or with an error, it never hangs.
 OVER_S = 45.0

@@ -24,6 +24,8 @@ REQUIREMENTS = ROOT / "deploy" / "docker" / "requirements"
 PROFILES = ("cpu", "gpu", "grafana", "tools")
 # Distribution → module, where the names differ.
 MODULES = {
+    "huggingface-hub": "huggingface_hub",
+    "jsonschema-rs": "jsonschema_rs",
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "opentelemetry-sdk": "opentelemetry",

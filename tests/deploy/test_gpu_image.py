@@ -74,7 +74,7 @@ def test_its_packages_can_be_had() -> None:
 
 
 @pytest.mark.containers
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_the_check_names_what_the_image_without_a_gpu_lacks(engine: Engine, built: dict[str, str]) -> None:
     """Of an image that is no GPU worker's: no torch, exllamav3, GPU kernels and compiler; what both share is as it should be."""
     command = [sys.executable, "-m", "tools.check_gpu_image", images.image("gpu-worker-cpu"), "--engine", "podman"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from services.common.lifecycle import ExitCode
 from tests.deploy import images
-from tests.deploy.engine import Engine
+from tests.deploy.engine import Engine, until
 from tests.deploy.test_files import requirements
 
-pytestmark = [pytest.mark.containers, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 # Beyond the Debian that it is built on; Python alone is 35 MB of it.
 LARGEST_MB = {"gateway": 180, "gpu-worker-cpu": 200, "cpu-expert": 150, "cli": 280}
 
@@ -104,6 +105,41 @@ def test_the_command_line_image_runs(engine: Engine, built: dict[str, str]) -> N
     key = "sk-" + "x" * 40
     said = engine.podman("run", "--rm", "--interactive", "--network=none", images.image("cli"), "keys", "hash", text=key + "\n")
     assert len(said.strip()) == 64
+
+
+def test_the_command_line_image_checks_what_it_runs_on(engine: Engine, built: dict[str, str]) -> None:
+    """`docker run IMAGE doctor` looks at the container, at all three services, and finds nothing that cannot work."""
+    said = engine.podman("run", "--rm", "--read-only", "--network=none", images.image("cli"), "doctor")
+    assert "the expert records" in said
+    assert said.splitlines()[-1].startswith("0 failed")
+
+
+def test_the_command_line_image_serves(engine: Engine, built: dict[str, str]) -> None:
+    """`docker run IMAGE serve` is the whole stack in one container with a read-only root; stopping it drains and ends with code 0."""
+    name = "glm53-test-serve"
+    engine.podman("run", "--detach", "--name", name, "--read-only", "--tmpfs=/tmp", "--network=none", images.image("cli"), "serve")
+    try:
+        probe = ["podman", "exec", name, "python", "-m", "services.common.probe", "http://127.0.0.1:30000/health/ready"]
+        until(lambda: subprocess.run(probe, env=engine.env, capture_output=True, check=False).returncode == 0, "it serves", 120, 0.5)
+        engine.podman("stop", "--time", "60", name, timeout_s=120)
+        assert engine.inspect(name)["State"]["ExitCode"] == 0, engine.podman("logs", name)
+    finally:
+        engine.podman("rm", "--force", "--ignore", name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_command_line_image(engine: Engine, built: dict[str, str], number: signal.Signals) -> None:
+    """Ctrl-C and `docker stop` reach a command that is a container's first process, which the kernel shields from signals by default."""
+    name = f"glm53-test-{number.name.lower()}"
+    engine.podman("run", "--detach", "--interactive", "--name", name, "--read-only", "--network=none", images.image("cli"), "keys", "hash")
+    try:
+        caught = "import re; print(re.search(r'SigCgt:\\s*(\\w+)', open('/proc/1/status').read())[1])"
+        mask = 1 << (number - 1)
+        until(lambda: int(engine.podman("exec", name, "python", "-c", caught), 16) & mask, "the command has begun", 30, 0.3)
+        engine.podman("kill", "--signal", number.name, name)
+        assert engine.podman("wait", name, timeout_s=60).strip() == str(128 + number)
+    finally:
+        engine.podman("rm", "--force", "--ignore", name)
 
 
 def test_a_wrong_setting_ends_a_container_with_its_name(engine: Engine, built: dict[str, str]) -> None:

@@ -33,7 +33,7 @@ from tests.deploy.manifests import Manifest, container, in_bytes, pod_of
 READY_S = 120
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 
 def playable(manifests: list[Manifest], shm: Path) -> list[Manifest]:
