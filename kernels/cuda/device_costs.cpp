@@ -12,6 +12,7 @@ constexpr double kStart = 0.92, kStay = 0.97;  // of the time without the lane: 
 constexpr double kRestGain = 0.1;              // about the last ten steps count
 constexpr double kLinkFixedUs = 5;             // prior: what the first copy of a step costs beyond its bytes
 constexpr double kUnknownJobUs = 60;
+constexpr double kLeastSlope = 0.5;  // of the probe, which saw experts at their quickest: jobs of one size must not make them free
 
 }  // namespace
 
@@ -36,8 +37,10 @@ void DeviceCosts::set_link(double record_us) { link_ = OnlineLine(kLinkFixedUs, 
 double DeviceCosts::expert_us(uint32_t rows) const {
   if (overrides_.ct_b_us >= 0) return overrides_.ct_b_us;
   const uint32_t whole = rows / 8, rest = rows % 8;
-  return line_.b() * (whole * lane_.expert_us[7] + (rest > 0 ? lane_.expert_us[rest - 1] : 0.0));
+  return slope() * (whole * lane_.expert_us[7] + (rest > 0 ? lane_.expert_us[rest - 1] : 0.0));
 }
+
+double DeviceCosts::slope() const { return std::max(line_.b(), kLeastSlope); }
 
 double DeviceCosts::nominal_us(uint32_t layer, const CostedMiss* misses, uint32_t count) const {
   double sum = 0;
@@ -56,7 +59,7 @@ double DeviceCosts::device_us(uint32_t computed, uint32_t copied) const {
 
 double DeviceCosts::lane_us(uint32_t layer, const CostedMiss* misses, uint32_t count) const {
   if (count == 0) return 0;
-  return job_us() + (overrides_.ct_b_us >= 0 ? overrides_.ct_b_us * count : line_.b() * nominal_us(layer, misses, count));
+  return job_us() + (overrides_.ct_b_us >= 0 ? overrides_.ct_b_us * count : slope() * nominal_us(layer, misses, count));
 }
 
 uint32_t DeviceCosts::choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most) {

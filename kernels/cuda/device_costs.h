@@ -51,6 +51,8 @@ class DeviceCosts {
   bool lane_known() const { return lane_known_; }
 
  private:
+  // What an expert costs over its nominal time.
+  double slope() const;
   // Of the lane's experts, before the correction by line_.
   double nominal_us(uint32_t layer, const CostedMiss* misses, uint32_t count) const;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import fast_fidelity, gpu_fast, gpu_fast_rig, report
+from bench import fast_fidelity, gpu_fast, gpu_fast_parts, gpu_fast_rig, report
 from bench.fast_fidelity import Run
 from kernels.python.cuda_expert import StepArguments
 from kernels.python.expert import ExpertPool, ExpertTask
@@ -204,3 +205,27 @@ def test_the_fidelity_part_finds_equal_bits_and_a_noise_floor(rig: Any, tmp_path
     assert results.summary["kl_noise_floor"] > 0
     assert results.summary["kl_fast_vs_exact"] < 100 * results.summary["kl_noise_floor"]
     assert json.loads((tmp_path / "out.json").read_text())["summary"]["noise_seeds"] == 2
+
+
+def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> None:
+    """Steady decode over the fake model: experts by lane, what was learned, and the step over both of its bounds."""
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
+    args = argparse.Namespace(warm=2, steps=4)
+    routing: Any = types.SimpleNamespace(step=-1)
+    bound = {"resident": {1: 0.5, 2: 0.5}, "link": 1e9, "dram": 5e9, "stride": rig.loaded.records.stride}
+    deadline = time.monotonic() + 300
+    for setting in (gpu_fast_rig.Setting("exact in step", fast=False), gpu_fast_rig.Setting("fast", facts={"threads": 1})):
+        with rig.backend(setting) as backend:
+            times = gpu_fast_parts.measure(results, backend, routing, setting, args, deadline, bound, streams_measured=(1, 2))
+        assert set(times) == {1, 2}
+    exact, fast = results.rows[0], results.rows[2]
+    assert (exact["name"], fast["name"], fast["streams"], fast["threads"]) == ("exact in step", "fast", 1, 1)
+    assert "step_over_bound" not in exact
+    assert exact["step_over_link_bound"] == pytest.approx(exact["ms"] / exact["link_bound_ms"], rel=5e-3)
+    assert fast["bound_ms"] <= fast["link_bound_ms"]
+    assert sum(fast["experts_by_lane"].values()) > 0
+    assert fast["ct_b_us"] > 0
+    summary = gpu_fast.speed_summary(results.rows)
+    assert summary["c1_tok_s"] == fast["tok_s"]
+    assert summary["c1_vs_exact"] == pytest.approx(fast["tok_s"] / exact["tok_s"], rel=5e-3)
+    assert summary["c4_vs_exact"] is None
