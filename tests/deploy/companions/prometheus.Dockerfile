@@ -6,8 +6,9 @@ WORKDIR /tmp
 RUN apt-get update \
     && apt-get install -y --no-install-recommends wget \
     && apt-get download prometheus \
-    && dpkg -x prometheus_*.deb / \
-    && rm -rf prometheus_*.deb /var/lib/apt/lists/* /var/cache/apt/* \
+    && dpkg -x prometheus_*.deb package \
+    && cp -r package/usr/bin package/usr/share /usr/ \
+    && rm -rf package prometheus_*.deb /var/lib/apt/lists/* /var/cache/apt/* \
     && install -d -o 65534 -g 65534 /prometheus
 WORKDIR /
 EXPOSE 9090
