@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -474,5 +476,23 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.command}: {time.monotonic() - began:.1f} s", flush=True)
 
 
+def main_and_leave() -> None:
+    """`main`, then out without waiting for anybody's threads and processes: the rows are written."""
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+        if isinstance(code, str):
+            print(code, flush=True)
+            code = 1
+    except BaseException:  # noqa: BLE001 - told, and the exit code says so
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(int(code or 0))
+
+
 if __name__ == "__main__":
-    main()
+    main_and_leave()

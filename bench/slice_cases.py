@@ -209,6 +209,8 @@ def run(
             row = engine.prefill() if case.what == "prefill" else engine.decode(case.streams)
             row |= engine.after()
             failures = 0
+            if row.get("steps") == 0:
+                row = {"error": "the time was over before the first measured step"}
         except Exception as error:  # noqa: BLE001 - the next case may still work, and the row says what broke
             traceback.print_exc()
             row, failures = {"error": f"{type(error).__name__}: {error}"}, failures + 1

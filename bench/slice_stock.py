@@ -7,6 +7,7 @@ choice for exactly this trace.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ PROMPT = 64
 CACHE_TOKENS = 32_768
 CHUNK = 2048
 WARM_STEPS = 40
+CHILD_S = 5.0
 VRAM_GB = 130  # what the loader may use; the split decides what it takes
 
 
@@ -153,4 +155,7 @@ class StockEngine:
         return self._facts
 
     def close(self) -> None:
-        self._model.unload()
+        """The process is about to end, and with it all that stock holds; its CPU worker would wait for an orderly end that may not come."""
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join(CHILD_S)

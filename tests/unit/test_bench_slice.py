@@ -115,6 +115,15 @@ def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
     assert skipped == ["stock/C2", "stock/C4"]
 
 
+def test_a_case_without_a_measured_step_is_measured_again(tmp_path: Path) -> None:
+    """It is no result, and no failure of the device either."""
+    rows, engine = rows_in(tmp_path), DryEngine("stock", 12, trace_of(12), 0)
+    slice_cases.run(slice_cases.cases("stock", 300), {}, engine, rows, time.monotonic() + 1e6)
+    assert rows.rows["stock/C1"] == {"error": "the time was over before the first measured step"}
+    assert not rows.done("stock/C1")
+    assert len(rows.rows) == 3
+
+
 def test_a_stock_run_that_is_too_slow_stops() -> None:
     """By more than 15 %: the ratio to it would flatter us."""
     case = Case("stock", "", "C1", 1)
