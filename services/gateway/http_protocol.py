@@ -31,6 +31,9 @@ _LINGER_BYTES = 64 * 1024 * 1024
 _LINGER_S = 10.0
 # Requests that a connection may send ahead of their answers.
 _MAX_PIPELINED = 16
+# Each piece of a body costs what a token of a stream does: nobody sends a request in so many chunks of so few bytes.
+_MOST_SMALL_PIECES = 10_000
+_SMALL_PIECE_BYTES = 32
 # What a reader must take in HttpLimits.stall_s, or it counts as stopped.
 _LEAST_READ_BYTES = 4096
 # Unsent bytes that the kernel keeps for one connection; without it, megabytes.
@@ -186,7 +189,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._replaying:
             super().on_message_begin()
             self._in_head = True
-            self._head_bytes = 0
+            self._head_bytes = self._num_pieces = self._body_bytes = 0
 
     def on_url(self, url: bytes) -> None:
         """A part of the URL."""
@@ -230,6 +233,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         self._handed_on = True
+        self._num_pieces += 1
+        self._body_bytes += len(body)
+        if self._num_pieces > _MOST_SMALL_PIECES and self._body_bytes < _SMALL_PIECE_BYTES * self._num_pieces:
+            self._reject(
+                InvalidHttp(f"The body comes in more than {_MOST_SMALL_PIECES} pieces of less than {_SMALL_PIECE_BYTES} bytes each.")
+            )
         if self.cycle is not self._running and len(self.cycle.body) + len(body) > HIGH_WATER_LIMIT:
             self._reject(InvalidHttp("A request with a large body was sent before its turn."))
         super().on_body(body)

@@ -282,6 +282,16 @@ def test_chunks_may_have_extensions_and_trailers(stack: Stack) -> None:
     assert [reply.status for reply in found] == [200, 200]
 
 
+def test_a_body_in_tiny_chunks_is_bounded(stack: Stack) -> None:
+    """A few thousand bytes one by one are taken; a flood of them is refused long before it has all been looked at."""
+    body = json.dumps(chat_body()).encode().ljust(9_000)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    found = talk(stack, CHUNKED + b"\r\n" + chunks + b"0\r\n\r\n" + LAST)
+    assert [reply.status for reply in found] == [200, 200]
+    (reply,) = talk(stack, CHUNKED + b"\r\n" + b"1\r\n \r\n" * 90_000 + b"0\r\n\r\n")
+    assert "10000 pieces" in refusal(reply, 400, "invalid_http")["message"]
+
+
 def test_a_client_that_ends_its_side_still_reads_what_it_looked_up(stack: Stack) -> None:
     """`GET` and a closed write side, as netcat does it, is answered."""
     for data in (HEALTH, b"GET /health HTTP/1.0\r\n\r\n", HEALTH + HEALTH):
