@@ -13,6 +13,7 @@ from services.gpu_worker import sampling
 from services.gpu_worker.backends.base import Logits
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import Constraint
+from services.gpu_worker.logprobs import RowLogprobs
 from services.gpu_worker.output import Ending, OutputStream
 from services.gpu_worker.request import Event, FinishReason, OutToken, Request, Tokens
 
@@ -75,9 +76,8 @@ class Generation:
         if row is None:
             return OutToken(token_id, piece, special)
         _check_finite(row)
-        logprobs = sampling.log_softmax(row)
-        top_tokens = sampling.ranked(logprobs, top)
-        return OutToken(token_id, piece, special, float(logprobs[token_id]), top_tokens, sampling.rank_of(token_id, logprobs))
+        logprobs = RowLogprobs(row)
+        return OutToken(token_id, piece, special, logprobs.of(token_id), logprobs.ranked(top), logprobs.rank(token_id))
 
     def advance(self, row: NDArray[np.float32]) -> tuple[list[Event], Ending | None]:
         """Chooses the next token from raw logits [vocab].
@@ -98,8 +98,8 @@ class Generation:
         if wanted < 0:
             out, ending = self._output.push(token_id)
         else:
-            logprobs = sampling.log_softmax(row)
-            out, ending = self._output.push(token_id, logprob=float(logprobs[token_id]), top=sampling.ranked(logprobs, wanted))
+            logprobs = RowLogprobs(row)
+            out, ending = self._output.push(token_id, logprob=logprobs.of(token_id), top=logprobs.ranked(wanted))
         if self._constraint is not None and self._constraint.complete and (ending is None or ending.reason is FinishReason.LENGTH):
             out, ending = [*out, *self._output.flush()], Ending(FinishReason.GRAMMAR_END)
         return [Tokens(tuple(out))] if out else [], ending

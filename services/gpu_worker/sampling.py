@@ -1,8 +1,7 @@
 """From a row of logits to a token.
 
-Order: log-probabilities of the raw model, then the grammar's mask, logit bias, allowed tokens and bad words, minimum length, penalties,
-temperature, top-k, top-p, min-p, draw. Every request draws from its own generator, one number per token, so neither batching nor
-neighbours change what it draws.
+Order: the grammar's mask, logit bias, allowed tokens and bad words, minimum length, penalties, temperature, top-k, top-p, min-p, draw.
+Every request draws from its own generator, one number per token, so neither batching nor neighbours change what it draws.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 
 from services.common.errors import InvalidRequest
 from services.gpu_worker.grammar import Constraint
-from services.gpu_worker.request import RankedToken, SamplingParams, ThinkingBudget
+from services.gpu_worker.logprobs import largest
+from services.gpu_worker.request import SamplingParams, ThinkingBudget
 from services.gpu_worker.token_limits import TokenLimits
 
 Row = NDArray[np.float32]
@@ -23,27 +23,6 @@ Row = NDArray[np.float32]
 _FIRST_CANDIDATES = 64
 # Below this every temperature is the same: the best token. Dividing fp32 logits by it still gives finite numbers.
 _COLDEST = 1e-30
-
-
-def log_softmax(row: Row) -> NDArray[np.float64]:
-    """Log-probabilities of one row of logits, in fp64."""
-    shifted = row.astype(np.float64) - float(row.max())
-    result: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
-    return result
-
-
-def ranked(logprobs: NDArray[np.float64], count: int) -> tuple[RankedToken, ...]:
-    """The `count` most likely tokens, best first, the lower id first among equals."""
-    count = min(count, len(logprobs))
-    if count <= 0:
-        return ()
-    return tuple(RankedToken(int(i), float(logprobs[i])) for i in _top(logprobs, count))
-
-
-def rank_of(token: int, logprobs: NDArray[np.float64]) -> int:
-    """The place of a token in the order of `ranked`, 1 for the most likely."""
-    own = logprobs[token]
-    return 1 + int((logprobs > own).sum()) + int((logprobs[:token] == own).sum())
 
 
 class Sampler:
@@ -179,7 +158,7 @@ class Sampler:
         else:
             wanted = int((weights >= params.min_p * weights.max()).sum())
         while True:
-            order = _top(weights, wanted)
+            order = largest(weights, wanted)
             enough = params.top_k > 0 or params.top_p >= 1.0 or wanted == size
             if enough or weights[order].sum() >= params.top_p * weights.sum():
                 return order
@@ -195,18 +174,6 @@ def _nothing_left(params: SamplingParams, *, constrained: bool) -> InvalidReques
 def _masked(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     """Raw logits of the allowed tokens; -inf for the others."""
     return np.where(allowed, logits, np.float32(-np.inf))
-
-
-def _top(weights: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Ids of the `count` largest, largest first, the lower id first among equals."""
-    if count < len(weights):
-        # Everything that ties with the last place is ranked too, so that ids and not memory order break the tie.
-        threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
-        chosen = np.flatnonzero(weights >= threshold)
-    else:
-        chosen = np.arange(len(weights))
-    order: NDArray[np.int64] = chosen[np.lexsort((chosen, -weights[chosen]))][:count]
-    return order
 
 
 def _inverse(cumulative: NDArray[np.float64], uniform: float) -> int:

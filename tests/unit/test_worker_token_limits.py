@@ -12,7 +12,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gpu_worker import sampling
 from services.gpu_worker.convert import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, RequestLimits, spec_of
 from services.gpu_worker.request import SamplingParams, ThinkingBudget
-from services.gpu_worker.sampling import Sampler, log_softmax, rank_of, ranked
+from services.gpu_worker.sampling import Sampler
 
 VOCAB = 12
 ENDS = frozenset({0, 1})
@@ -117,14 +117,6 @@ def test_a_draw_at_the_very_end_takes_no_token_of_zero_weight() -> None:
     assert sampling._inverse(np.array([above, above, above]), 1 - 2**-53) == 0
     assert sampling._inverse(np.array([0.0, 1.0, 2.0]), 0.5) == 2
     assert sampling._inverse(np.array([0.0, 1.0, 2.0]), 0.0) == 1
-
-
-def test_a_rank_is_the_place_in_the_order_of_the_most_likely() -> None:
-    """Also among equals."""
-    row = np.array([1, 3, 3, 0, 3, 2], np.float32)
-    order = [entry.token_id for entry in ranked(log_softmax(row), 6)]
-    assert order == [1, 2, 4, 5, 0, 3]
-    assert [rank_of(token, log_softmax(row)) for token in order] == [1, 2, 3, 4, 5, 6]
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
