@@ -10,7 +10,7 @@ from pydantic import Field
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
-from services.gateway.formats import Body
+from services.gateway.formats import FIRST, Body
 from services.gateway.json_text import MAX_DEPTH, is_deep
 from services.gateway.refusals import refuse_chat_only, refuse_fields
 from services.gateway.schemas import Number, with_sampling
@@ -76,7 +76,7 @@ class CountBody(Body):
     model: Annotated[str, Field(min_length=1)]
     messages: Annotated[list[Any], Field(json_schema_extra=_MESSAGES_SCHEMA)]
     system: str | list[Any] | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: Annotated[list[AnthropicTool], FIRST] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
@@ -86,7 +86,7 @@ class MessagesBody(CountBody):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
-    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=16)] | None = None
+    stop_sequences: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=16), FIRST] | None = None
     stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None

@@ -30,7 +30,7 @@ from services.gateway.schemas import ChatRequest, NamedTool, SamplingFields
 from services.gateway.services import Job
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer import text_size
-from services.gateway.tool_check import check_tools
+from services.gateway.tool_check import check_names, check_schemas
 from services.gateway.tool_schema import ToolSchemas
 from services.gateway.worker_client import Language
 
@@ -94,7 +94,7 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
     Raises:
         InvalidRequest: names the field at fault.
     """
-    demand = _demand(body, language)
+    demand = await _demand(body, language)
     prompt, prefill = await _rendered(body, demand, language, settings)
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked_max = getattr(body, max_param)
@@ -111,7 +111,7 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
         logprobs=_num_logprobs(body),
         bad_words=await bad_word_ids(body.bad_words, language.tokenizer),
     )
-    constrained = constraint_for(body, demand, tail=prompt.tail, language=language, supported=info.supports_grammar)
+    constrained = await constraint_for(body, demand, tail=prompt.tail, language=language, supported=info.supports_grammar)
     base = pb.GenerateRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -138,7 +138,7 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
 
 async def render(body: ChatRequest, language: Language, settings: GatewaySettings) -> ChatPrompt:
     """The prompt that a chat request would get."""
-    prompt, _prefill = await _rendered(body, _demand(body, language), language, settings)
+    prompt, _prefill = await _rendered(body, await _demand(body, language), language, settings)
     return prompt
 
 
@@ -225,11 +225,15 @@ def _prefill(body: ChatRequest, messages: list[dict[str, Any]]) -> Prefill | Non
     return Prefill(reasoning, None if reasoning and not content else content)
 
 
-def _demand(body: ChatRequest, language: Language) -> ToolDemand | None:
+async def _demand(body: ChatRequest, language: Language) -> ToolDemand | None:
     """What tool_choice asks for; None for no tools."""
     choice = body.tool_choice
     tools = [tool.model_dump(exclude_unset=True) for tool in body.tools or []]
-    check_tools(tools)
+    check_names(tools)
+    if body.tool_choice != "none":
+        # Before each schema is looked at: what cannot be in a prompt needs no closer look.
+        language.tokenizer.check_size(text_size(tools), "tools")
+    await check_schemas(tools)
     declared = [tool["function"]["name"] for tool in tools]
     if isinstance(choice, NamedTool) and choice.function.name not in declared:
         raise InvalidRequest(f"tool_choice names {choice.function.name!r}, which is not in tools.", param="tool_choice")

@@ -50,7 +50,7 @@ async def prepare(body: CompletionRequest, info: pb.InfoResponse, language: Lang
         for _, prompt in given:
             language.tokenizer.check_size(len(prompt) if isinstance(prompt, str) else 0, "prompt")
     prompts = [await _token_ids(prompt, path, body, info, language) for path, prompt in given]
-    constrained = constraint_for(body, None, tail=PromptTail.CONTENT, language=language, supported=info.supports_grammar)
+    constrained = await constraint_for(body, None, tail=PromptTail.CONTENT, language=language, supported=info.supports_grammar)
     prompt_top = num_prompt_logprobs(body)
     bad_words = await bad_word_ids(body.bad_words, language.tokenizer)
     requests: list[pb.GenerateRequest | Scoring] = []

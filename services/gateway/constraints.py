@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway.beside import beside
 from services.gateway.formats import ResponseFormat
 from services.gateway.json_text import read_json
 from services.gateway.lark import ANY_TEXT, json_rule, literal
@@ -94,15 +95,26 @@ class ToolDemand:
         return any(tool["function"].get("strict") for tool in self.tools)
 
 
-def constraint_for(
+async def constraint_for(
     body: SamplingFields, demand: ToolDemand | None, *, tail: PromptTail, language: Language, supported: bool
 ) -> Constrained | None:
-    """The grammar that a request needs; None when its answer is free.
+    """The grammar that a request needs, made beside the event loop; None when its answer is free.
 
     Raises:
         InvalidRequest: two fields ask for different forms, or a form is not complete.
         UnsupportedParameter: the worker cannot constrain; free text must not pretend to be checked.
     """
+    response_format = getattr(body, "response_format", None)
+    free = (response_format is None or response_format.type == "text") and body.structured_outputs is None
+    free = free and all(getattr(body, name) in (None, False) for name in _ALIASES)
+    if free and (demand is None or not (demand.forced or demand.strict)):
+        return None
+    return await beside(_constraint, body, demand, tail, language, supported)
+
+
+def _constraint(
+    body: SamplingFields, demand: ToolDemand | None, tail: PromptTail, language: Language, supported: bool
+) -> Constrained | None:
     wanted = _wanted(body, language.tokenizer.control_ids)
     found = _with_tools(wanted, demand, language) if demand is not None and demand.tools else wanted
     if found is None:

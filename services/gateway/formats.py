@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+# Of a list only the first error counts: making a million of them takes a minute.
+FIRST = Field(fail_fast=True)
+
 
 class Body(BaseModel):
     """Strict types, unknown fields kept apart."""
@@ -29,14 +32,18 @@ class TagStructure(Body):
     end: Annotated[str, Field(max_length=512)]
 
 
+Trigger = Annotated[str, Field(min_length=1, max_length=512)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024), FIRST]
+
+
 class ResponseFormat(Body):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=128)] | None = None
-    triggers: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(min_length=1, max_length=128)] | None = None
+    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=128), FIRST] | None = None
+    triggers: Annotated[list[Trigger], Field(min_length=1, max_length=128), FIRST] | None = None
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -56,7 +63,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
 

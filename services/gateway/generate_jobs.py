@@ -59,10 +59,11 @@ async def generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job
     counts = {part.sampling.n or 1 for part in parts}
     if len(counts) > 1:
         raise InvalidRequest("sampling_params: n must be the same for every prompt.", param="sampling_params")
+    choices = sum(len(part.prompt) if isinstance(part.prompt, list) and _is_batch(body) else 1 for part in parts) * max(counts)
+    if choices > _MAX_CHOICES:
+        raise InvalidRequest(f"{choices} choices are more than {_MAX_CHOICES}.", param=_prompt_name(body))
     made = [await _prepared(part, body, ready, request_id) for part in parts]
     requests = [request for job in made for request in job.requests]
-    if len(requests) > _MAX_CHOICES:
-        raise InvalidRequest(f"{len(requests)} choices are more than {_MAX_CHOICES}.", param=_prompt_name(body))
     lengths: list[int] = []
     options: list[GenerateOptions] = []
     ids: list[str] = []

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from services.gateway.formats import Body
+from services.gateway.formats import FIRST, Body
 from services.gateway.schemas import TokenId
 
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Ids = Annotated[list[TokenId], Field(min_length=1), FIRST]
+# Of each prompt of one request.
+_EACH = Field(max_length=1024, fail_fast=True)
 _Rid = Annotated[str, Field(min_length=1, max_length=128)]
 _Start = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 _Top = Annotated[int, Field(ge=0, le=20)]
@@ -45,13 +47,13 @@ class NativeSampling(Body):
 class GenerateBody(Body):
     """POST /generate. Of several prompts, what may be a list has one entry for each, or is one value for all."""
 
-    text: str | list[str] | None = None
-    input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
-    rid: _Rid | list[_Rid] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: _Start | list[_Start] | None = None
-    top_logprobs_num: _Top | list[_Top] | None = None
+    text: str | Annotated[list[str], _EACH] | None = None
+    input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=1024, fail_fast=True)] | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], _EACH] | None = None
+    rid: _Rid | Annotated[list[_Rid], _EACH] | None = None
+    return_logprob: bool | Annotated[list[bool], _EACH] | None = None
+    logprob_start_len: _Start | Annotated[list[_Start], _EACH] | None = None
+    top_logprobs_num: _Top | Annotated[list[_Top], _EACH] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -67,7 +69,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation as for /v1/chat/completions."""
 
     model: str | None = None
-    prompt: str | list[str] | None = None
+    prompt: str | Annotated[list[str], FIRST] | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
 
@@ -82,5 +84,5 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId] | list[list[TokenId]]
+    tokens: Annotated[list[TokenId], FIRST] | Annotated[list[Annotated[list[TokenId], FIRST]], FIRST]
     skip_special_tokens: bool | None = None

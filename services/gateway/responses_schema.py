@@ -11,7 +11,7 @@ from pydantic import Field
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
-from services.gateway.formats import Body
+from services.gateway.formats import FIRST, Body
 from services.gateway.json_text import read_json
 from services.gateway.refusals import refuse_chat_only, refuse_fields, refuse_unknown
 from services.gateway.schemas import Number, Reasoning, with_sampling
@@ -56,7 +56,7 @@ class ResponsesBody(Body):
     model: Annotated[str, Field(min_length=1)]
     input: str | list[Any]
     instructions: str | None = None
-    tools: list[ResponseTool] | None = None
+    tools: Annotated[list[ResponseTool], FIRST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -69,7 +69,7 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], FIRST] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
 

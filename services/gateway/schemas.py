@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter
-from services.gateway.formats import Body, ResponseFormat, StructuredOutputs
+from services.gateway.formats import FIRST, Body, Choices, ResponseFormat, StructuredOutputs
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _INT64 = 2**63
+_MAX_FIELDS = 1000
 
 
 class StreamOptions(Body):
@@ -48,12 +49,12 @@ class SamplingFields(Body):
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
+    stop: str | Annotated[list[str], FIRST] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024), FIRST] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    bad_words: Annotated[list[str], Field(max_length=1024)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1_000_000)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=1024), FIRST] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1_000_000), FIRST] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_token_ids: bool | None = None
@@ -72,7 +73,7 @@ class SamplingFields(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     json_schema: dict[str, Any] | str | None = None
@@ -103,12 +104,14 @@ class SamplingFields(Body):
                 raise ValueError("holds a string of more than 512 bytes")
         return value
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _token_keys(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for key in value or {}:
+    def _token_keys(cls, value: Any) -> Any:
+        for key, bias in value.items() if isinstance(value, dict) else ():
             if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**32):
                 raise ValueError(f'has the key {key[:40]!r}; keys are token ids, e.g. "42"')
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+                raise ValueError(f"has {_shown(bias)} for the token {key}; values are numbers from -100 to 100")
         return value
 
 
@@ -199,7 +202,7 @@ class ChatRequest(SamplingFields):
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], FIRST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -266,6 +269,8 @@ def parse(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
     Raises:
         InvalidRequest: names the first field at fault in `param`.
     """
+    if len(body) > _MAX_FIELDS:
+        raise InvalidRequest(f"The body has {len(body)} fields; this server takes {_MAX_FIELDS}.")
     try:
         request = schema.model_validate(body)
     except ValidationError as error:

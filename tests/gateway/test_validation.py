@@ -7,10 +7,14 @@ import logging
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from services.gateway.native_schemas import NativeSampling
+from services.gateway.anthropic_schema import MessagesBody
+from services.gateway.formats import Body
+from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
 from services.gateway.refusals import OWN_NAMES, REFUSED
-from services.gateway.schemas import ChatRequest, SamplingFields
+from services.gateway.responses_schema import ResponsesBody
+from services.gateway.schemas import ChatRequest, CompletionRequest, SamplingFields
 from tests.gateway.fake_worker import Finish, Say
 from tests.gateway.stack import HELLO, MODEL, Stack
 
@@ -425,6 +429,61 @@ def test_a_body_over_the_limit_is_413(stack: Stack, path: str) -> None:
     size = stack.settings.max_body_bytes + 1
     check_error(stack.http.post(path, content=b" " * size), None, 413)
     check_error(stack.http.post(path, content=iter([b" " * 1024 * 1024] * (size // 2**20 + 1))), None, 413)
+
+
+BODIES = [ChatRequest, CompletionRequest, ResponsesBody, MessagesBody, GenerateBody, TokenizeBody, DetokenizeBody]
+LISTS = [
+    (schema, name)
+    for schema in BODIES
+    for name, field in schema.model_fields.items()
+    if "list[" in str(field.annotation) and name not in ("messages", "prompt", "input", "system")
+]
+
+
+@pytest.mark.parametrize(("schema", "name"), LISTS, ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_a_long_list_of_mistakes_is_one_mistake(schema: type[Body], name: str) -> None:
+    """Making an error of each of a million wrong entries would hold everybody up for a minute."""
+    for wrong in ([None] * 500, [[None] * 500] * 500):
+        with pytest.raises(ValidationError) as refused:
+            schema.model_validate({name: wrong})
+        assert len([error for error in refused.value.errors() if error["loc"][0] == name]) <= 4
+
+
+def test_a_long_logit_bias_of_mistakes_is_one_mistake(stack: Stack) -> None:
+    """The same for keys and values of an object."""
+    for bias in ({str(i): "x" for i in range(500)}, {f"x{i}": 1 for i in range(500)}):
+        with pytest.raises(ValidationError) as refused:
+            ChatRequest.model_validate({"model": MODEL, "messages": HELLO, "logit_bias": bias})
+        assert refused.value.error_count() == 1
+    for key in ("05", "0" * 5000, "00", "4294967296", "1e1", "１"):
+        check_error(stack.post(logit_bias={key: 1}), "logit_bias")
+
+
+def test_a_body_has_not_thousands_of_fields(stack: Stack) -> None:
+    """Unknown fields are ignored one by one, but not without end."""
+    assert "1002 fields" in check_error(stack.post(**{f"u{i}": 1 for i in range(1000)}), None)["message"]
+
+
+def test_what_a_grammar_would_be_too_large_for_is_refused(stack: Stack) -> None:
+    """Before the worker hears of it, and named."""
+    stack.worker.supports_grammar = True
+    stack.run(stack.services.watch.refresh())
+    try:
+        error = check_error(stack.post(guided_choice=["x" * 5000 + str(i) for i in range(1000)]), "guided_choice")
+        assert "this server takes 2000000" in error["message"]
+        assert not stack.worker.requests
+    finally:
+        stack.worker.supports_grammar = False
+        stack.run(stack.services.watch.refresh())
+
+
+def test_what_is_nested_without_end_in_a_tool_is_refused(stack: Stack) -> None:
+    """Templates write a tool as it came: parts that nobody knows are bounded too."""
+    deep = json.loads('{"a":' * 900 + "1" + "}" * 900)
+    check_error(stack.post(tools=[{"type": "function", "function": {"name": "f", "x": deep}}]), "tools[0].function")
+    check_error(stack.post(tools=[{"type": "function", "function": {"name": "f", "parameters": deep}}]), "tools[0].function.parameters")
+    check_error(stack.post(tools=[{"type": "function", "function": {"name": "f"}, "x": deep}]), "tools[0]")
+    assert stack.post(metadata={"x": deep}, frobnicate=deep).status_code == 200
 
 
 def test_too_many_messages_are_refused(stack: Stack) -> None:
