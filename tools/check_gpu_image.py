@@ -1,6 +1,6 @@
 """Checks a built gpu-worker image, as far as a machine without a GPU can: `python -m tools.check_gpu_image IMAGE`.
 
-CI does not build this image: compiling exllamav3 takes over an hour of CPU time for each architecture. Whoever builds it runs this before
+CI does not build this image: compiling exllamav3 takes over an hour of CPU time. Whoever builds it runs this before
 publishing it. The image runs without network, rights and a writable root, as in production. Exit code 1 when something is wrong.
 """
 

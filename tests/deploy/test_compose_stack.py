@@ -9,14 +9,16 @@ import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from tests.deploy import images
 from tests.deploy.engine import LAB, until
-from tests.deploy.stack import PROJECT, SERVICES, Stack, get
+from tests.deploy.stack import PROJECT, RECOVER_S, SERVICES, Stack, get
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(3600)]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -194,6 +196,40 @@ def test_prometheus_may_die(running: Stack, answer: str) -> None:
     running.crash("prometheus")
     running.wait_recovered("prometheus", restarts)
     until(lambda: set(running.targets().values()) == {"up"}, "all targets are up again", 60)
+
+
+def test_stopping_the_gateway_lets_running_streams_end(running: Stack, answer: str) -> None:
+    """The drain of docs/operations.md: a stream that is open when the gateway is told to stop gets its whole answer."""
+    assert answer
+    with (
+        running.client() as client,
+        client.chat.completions.create(
+            model="glm-5.3-tiny", messages=QUESTION, temperature=0, max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+        ) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        chunks = iter(stream)
+        next(chunks)
+        stopped = pool.submit(running.compose, "stop", "gateway")
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
+        stopped.result()
+    assert reasons == ["length"]
+    assert running.engine.inspect(running.container("gateway"))["State"]["ExitCode"] == 0
+    running.compose("start", "gateway")
+    until(running.ready, "the gateway is ready again", RECOVER_S, 0.3)
+
+
+def test_an_upgrade_is_one_setting_and_one_command(running: Stack, built: dict[str, str], answer: str) -> None:
+    """IMAGE_TAG and `up --wait` replace what has a new image and leave the rest alone; the stack serves as before."""
+    for target in images.TARGETS:
+        running.engine.podman("tag", built[target], built[target].replace(f":{images.TAG}", ":next"))
+    before = {name: running.container(name) for name in SERVICES}
+    running.env["IMAGE_TAG"] = "next"
+    running.up()
+    replaced = {name for name in SERVICES if running.container(name) != before[name]}
+    assert replaced == {"gateway", "gpu-worker-cpu", "cpu-expert"}
+    until(running.ready, "the gateway is ready again", RECOVER_S, 0.3)
+    assert ask(running) == answer
 
 
 def test_memory_stays_within_its_limits(running: Stack) -> None:
