@@ -23,7 +23,8 @@ from tests.deploy import images
 from tests.deploy.engine import ROOT, Engine, run, until
 
 COMPOSE = ROOT / "deploy" / "compose"
-API_PORT, PROMETHEUS_PORT, GRAFANA_PORT = 44000, 44001, 44002
+# Below the range from which connections get their own ports: none of those can be in the way.
+API_PORT, PROMETHEUS_PORT, GRAFANA_PORT = 14400, 14401, 14402
 PROJECT = "glm53-test"
 # Of the profile `cpu`. Grafana has no package to make an image from here: its dashboards' queries are tested against Prometheus.
 SERVICES = ("gateway", "gpu-worker-cpu", "cpu-expert", "redis", "prometheus")
