@@ -10,12 +10,21 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
+#include <system_error>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "tier/error.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; C libraries know it later
+#endif
 
 extern "C" {
 
@@ -62,6 +71,11 @@ namespace {
 // Bytes to pass as --shm-size: what is needed plus a little for the control region and page tables, in whole MiB.
 uint64_t shm_size_mib(uint64_t bytes) { return (bytes + (64u << 20)) >> 20; }
 
+// From here on pages are taken by several threads: one takes about a second for a GiB, which is minutes for the real model.
+constexpr uint64_t kParallelBytes = 64u << 20;
+constexpr uint64_t kPieceBytes = 32u << 20;
+constexpr unsigned kMaxThreads = 16;
+
 [[noreturn]] void throw_no_space(const std::string& path, uint64_t bytes) {
   struct statvfs fs{};
   const std::string dir = path.substr(0, path.find_last_of('/') + 1);
@@ -71,6 +85,13 @@ uint64_t shm_size_mib(uint64_t bytes) { return (bytes + (64u << 20)) >> 20; }
       format("%s needs %llu bytes and %s has %llu free: make it at least %llu MiB (--shm-size=%llum, or sizeLimit of the memory volume)",
              path.c_str(), static_cast<unsigned long long>(bytes), dir.c_str(), static_cast<unsigned long long>(available),
              static_cast<unsigned long long>(shm_size_mib(bytes)), static_cast<unsigned long long>(shm_size_mib(bytes))));
+}
+
+// True when the file system says that it has less; one without a size says nothing.
+bool too_small(const std::string& path, uint64_t bytes) {
+  struct statvfs fs{};
+  const std::string dir = path.substr(0, path.find_last_of('/') + 1);
+  return statvfs(dir.c_str(), &fs) == 0 && fs.f_blocks > 0 && static_cast<uint64_t>(fs.f_bavail) * fs.f_frsize < bytes;
 }
 
 }  // namespace
@@ -85,6 +106,9 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes) {
     const std::string name = std::exchange(m.temporary_, "");
     throw_errno("cannot create " + name);
   }
+  // Before memory is taken that would have to be given back.
+  if (too_small(path, bytes)) throw_no_space(path, bytes);
+  if (bytes >= kParallelBytes && m.populate()) return m;
   int rc;
   do {
     rc = posix_fallocate(m.fd_, 0, static_cast<off_t>(bytes));
@@ -94,8 +118,49 @@ Mapping Mapping::create(const std::string& path, uint64_t bytes) {
     errno = rc;
     throw_errno(format("cannot reserve %llu bytes for %s", static_cast<unsigned long long>(bytes), path.c_str()));
   }
-  m.map();
+  if (m.data_ == nullptr) m.map();
   return m;
+}
+
+bool Mapping::populate() {
+  if (ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) throw_errno(format("cannot make %s as large as it must be", path_.c_str()));
+  map();
+  const uint64_t pieces = (bytes_ + kPieceBytes - 1) / kPieceBytes;
+  std::atomic<uint64_t> next{0};
+  std::atomic<int> failed{0};
+  const auto take = [&] {
+    for (uint64_t piece = next.fetch_add(1); piece < pieces && failed.load() == 0; piece = next.fetch_add(1)) {
+      const uint64_t start = piece * kPieceBytes;
+      int rc;
+      do {
+        rc = madvise(data_ + start, std::min(kPieceBytes, bytes_ - start), MADV_POPULATE_WRITE);
+      } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
+      if (rc != 0) failed.store(errno);
+    }
+  };
+  std::vector<std::thread> threads;
+  const unsigned count = std::clamp(std::thread::hardware_concurrency(), 1u, kMaxThreads);
+  // Each one has the memory policy of this thread, so that the pages come from where it was told.
+  try {
+    for (unsigned i = 1; i < count; ++i) threads.emplace_back(take);
+  } catch (const std::system_error&) {
+    // Fewer threads than wanted: those that there are do it.
+  }
+  take();
+  for (std::thread& thread : threads) thread.join();
+  switch (failed.load()) {
+    case 0:
+      return true;
+    case EINVAL:
+      return false;  // a kernel before 5.14: reserved by one thread
+    case EFAULT:
+    case ENOMEM:
+    case ENOSPC:
+      throw_no_space(path_, bytes_);
+    default:
+      errno = failed.load();
+      throw_errno(format("cannot take %llu bytes for %s", static_cast<unsigned long long>(bytes_), path_.c_str()));
+  }
 }
 
 Mapping Mapping::open(const std::string& path, uint64_t min_bytes) {

@@ -36,6 +36,8 @@ class Mapping {
  private:
   Mapping() = default;
   void map();
+  // Takes every page of the file, with several threads, and maps it. False: this kernel cannot, nothing was taken. Throws kNoSpace.
+  bool populate();
 
   std::string path_;
   std::string temporary_;  // empty once published or when opened

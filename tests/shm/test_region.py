@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pathlib
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -241,19 +244,62 @@ def test_impossible_regions_are_refused(made: Stage, geometry: dict[str, int]) -
         Region.create(made.ctl_path + "x", made.arena, **{"top_k": TOP_K, **geometry})
 
 
-def test_too_small_a_tmpfs_is_refused_with_the_size_to_pass(tmp_path: pathlib.Path) -> None:
-    """All memory is reserved before anything is read: a clear error and no leftover, never SIGBUS."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)], capture_output=True).returncode != 0
-    ):
+@contextlib.contextmanager
+def small_tmpfs(folder: pathlib.Path, size: str) -> Iterator[pathlib.Path]:
+    """A tmpfs of that size; skips where it cannot be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        shape = ExpertShape.create(512, 512, 3)
-        with pytest.raises(ShmNoSpace, match=r"needs \d+ bytes and .* has \d+ free: make it at least \d+ MiB \(--shm-size="):
-            Arena.create(str(mount / "arena"), [shape], 16, CHECKPOINT)
-        assert list(mount.iterdir()) == []
+        yield folder
     finally:
-        subprocess.run(["umount", str(mount)], check=True)
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+# Below and above the size from which several threads take the pages.
+@pytest.mark.parametrize(("size", "experts", "width"), [("1m", 16, 512), ("100m", 12, 4096)])
+def test_too_small_a_tmpfs_is_refused_with_the_size_to_pass(tmp_path: pathlib.Path, size: str, experts: int, width: int) -> None:
+    """All memory is reserved before anything is read: a clear error and no leftover, never SIGBUS."""
+    with small_tmpfs(tmp_path / "small", size) as mount:
+        shape = ExpertShape.create(width, width // 2 if width > 512 else width, 3)
+        with pytest.raises(ShmNoSpace, match=r"needs \d+ bytes and .* has \d+ free: make it at least \d+ MiB \(--shm-size="):
+            Arena.create(str(mount / "arena"), [shape], experts, CHECKPOINT)
+        assert list(mount.iterdir()) == []
+
+
+def test_all_memory_of_a_large_arena_is_taken_at_once(tmp_path: pathlib.Path) -> None:
+    """Several threads take it: every block is there before the first write, and all of it reads as zeros."""
+    with small_tmpfs(tmp_path / "small", "200m") as mount:
+        arena = Arena.create(str(mount / "arena"), [ExpertShape.create(4096, 2048, 3)], 12, CHECKPOINT)
+        (file,) = mount.iterdir()
+        assert file.stat().st_size == arena.total_bytes
+        assert file.stat().st_blocks * 512 >= arena.total_bytes
+        assert not arena.record(0, 11).any()
+        arena.close()
+
+
+def test_two_arenas_that_race_for_the_last_memory_end_in_an_error(tmp_path: pathlib.Path) -> None:
+    """Both see enough room and one of them finds it gone: that is told, never SIGBUS."""
+    with small_tmpfs(tmp_path / "small", "160m") as mount:
+        outcomes: list[object] = []
+
+        def make(name: str) -> None:
+            try:
+                outcomes.append(Arena.create(str(mount / name), [ExpertShape.create(4096, 2048, 3)], 12, CHECKPOINT))
+            except ShmNoSpace as error:
+                outcomes.append(error)
+
+        threads = [threading.Thread(target=make, args=(name,)) for name in ("a", "b")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        made = [arena for arena in outcomes if isinstance(arena, Arena)]
+        assert len(outcomes) == 2
+        assert len(made) <= 1
+        assert len(list(mount.iterdir())) == len(made)
+        for arena in made:
+            arena.close()
+        del made
+        outcomes.clear()
