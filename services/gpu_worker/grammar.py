@@ -7,6 +7,7 @@ The engine for grammars is llguidance. It knows the tokenizer's control tokens b
 from __future__ import annotations
 
 import collections
+import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -132,9 +133,29 @@ def _text_of(source: GrammarSource) -> str:
 
 def _refusal(kind: str, reason: str) -> InvalidRequest:
     words = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar", "any_json_object": "JSON object"}
-    return InvalidRequest(
-        f"The {words[kind]} cannot be used to constrain the output: {reason[:_MAX_REASON_CHARS].strip()}", param="grammar"
-    )
+    return InvalidRequest(f"The {words[kind]} cannot be used to constrain the output: {_in_words(reason)}", param="grammar")
+
+
+# What the library says of itself, and what it means to somebody who sent a schema.
+_ITS_WORDS = (
+    (re.compile(r"\n +\d+ \| .*", re.DOTALL), ""),
+    (re.compile(r"<non-verbose/>"), ""),
+    (re.compile(r"^(at \d+\(\d+\): )?failed to compile JSON schema: "), ""),
+    (re.compile(r"Unimplemented keys: "), "these keywords cannot be enforced: "),
+    (re.compile(r"Unsatisfiable schema: "), "no value satisfies it: "),
+    (re.compile(r"^NoExtension(Bias)?\s*$"), "nothing can be written under it"),
+    (
+        re.compile(r"^Parser Error: Current row has (\d+) items; max is (\d+).*", re.DOTALL),
+        r"it has \1 ways to go on, of \2 at most",
+    ),
+)
+
+
+def _in_words(reason: str) -> str:
+    """The library's reason without its own terms and without the grammar that it repeats."""
+    for pattern, words in _ITS_WORDS:
+        reason = pattern.sub(words, reason.strip())
+    return reason[:_MAX_REASON_CHARS].strip()
 
 
 class Constraint:
@@ -186,5 +207,5 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error()[:_MAX_REASON_CHARS].strip()
+            reason = _in_words(self._matcher.get_error())
             raise InvalidRequest(f"The grammar cannot be followed any further: {reason}", param="grammar")

@@ -229,6 +229,36 @@ def test_bad_grammars_are_refused_with_a_reason(kind: Kind, text: str) -> None:
     assert len(caught.value.message) < 700
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("json_schema", '{"type": "array", "uniqueItems": true}', 'these keywords cannot be enforced: ["uniqueItems"]'),
+        ("lark", '%llguidance {}\nstart: %json {"not": {}}\n', 'these keywords cannot be enforced: ["not"]'),
+        (
+            "json_schema",
+            '{"type": "integer", "minimum": 5, "maximum": 3}',
+            "no value satisfies it: minimum (5) is greater than maximum (3)",
+        ),
+        ("json_schema", '{"$ref": "#"}', "nothing can be written under it"),
+        ("lark", "start: T\nT: /x/ & /y/\n", "nothing can be written under it"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_reasons_are_told_without_the_librarys_own_terms(kind: Kind, text: str, said: str) -> None:
+    """No dump of the grammar, no name of an internal state."""
+    with pytest.raises(InvalidRequest) as caught:
+        COMPILER.compile(GrammarSource(kind, text))
+    assert caught.value.message.endswith(f"cannot be used to constrain the output: {said}")
+
+
+@pytest.mark.parametrize(("kind", "text"), BAD, ids=lambda value: str(value)[:30])
+def test_no_reason_repeats_the_grammar(kind: Kind, text: str) -> None:
+    """Of a grammar that somebody else wrote from a request, the client could make nothing."""
+    with pytest.raises(InvalidRequest) as caught:
+        COMPILER.compile(GrammarSource(kind, text))
+    assert not any(part in caught.value.message for part in (" | ", "non-verbose", "NoExtension", "Unimplemented"))
+
+
 def test_a_refused_token_is_an_error_not_a_crash() -> None:
     """A token against the grammar ends the request with a reason."""
     made = constraint("regex", "yes")
