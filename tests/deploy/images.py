@@ -35,17 +35,14 @@ def image(target: str) -> str:
 def build_all(engine: Engine) -> dict[str, str]:
     """Builds what is not up to date (layers are cached); target → image name."""
     base(engine)
-    # Downloads wait for the network most of the time: what does not need each other is made side by side.
-    with ThreadPoolExecutor(1 + len(COMPANIONS)) as pool:
-        for made in [pool.submit(_targets, engine), *(pool.submit(companion, engine, name) for name in COMPANIONS)]:
+    # Downloads wait for the network most of the time: what does not need each other is made side by side. The command line's image needs
+    # every stage but the others' packages, so those follow.
+    with ThreadPoolExecutor(1 + len(TARGETS)) as pool:
+        companions = [pool.submit(companion, engine, name) for name in COMPANIONS]
+        pool.submit(build, engine, "cli", "--jobs", "3").result()
+        for made in [*companions, *(pool.submit(build, engine, target) for target in TARGETS if target != "cli")]:
             made.result()
     return {name: image(name) for name in (*TARGETS, *COMPANIONS)}
-
-
-def _targets(engine: Engine) -> None:
-    # podman 4 makes every stage above the target: after the last one the others are there already.
-    for target in (TARGETS[-1], *TARGETS[:-1]):
-        build(engine, target, "--jobs", "3")
 
 
 def base(engine: Engine) -> str:
