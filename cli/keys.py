@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.gateway.access.keys import MIN_KEY_CHARS, PRIORITIES, digest_of, new_key, parse_keys, read_keys
@@ -80,7 +81,7 @@ def _list(args: argparse.Namespace) -> None:
 def _hash(_args: argparse.Namespace) -> None:
     key = sys.stdin.readline().strip()
     if len(key) < MIN_KEY_CHARS:
-        raise ConfigError(f"a key needs at least {MIN_KEY_CHARS} characters; `glm53 keys create` makes a good one")
+        raise ConfigError(f"a key needs at least {MIN_KEY_CHARS} characters; `{COMMAND} keys create` makes a good one")
     print(digest_of(key).hex())
 
 

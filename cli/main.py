@@ -11,6 +11,7 @@ from cli import keys, stream_rate
 from cli.doctor import command as doctor
 from cli.serve import Supervisor, print_settings
 from cli.settings import ServeSettings
+from services.common.command import COMMAND
 from services.common.errors import Glm53Error
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
@@ -54,7 +55,7 @@ CONVERTED: dict[str, Callable[[str], str]] = {"-rcs": _gigabytes}
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `glm53`."""
-    parser = argparse.ArgumentParser(prog="glm53", description="Serve GLM-5.3-Flash from one GPU plus host RAM.")
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Serve GLM-5.3-Flash from one GPU plus host RAM.")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run gateway, gpu_worker and cpu_expert on this machine")
     for flags, name, text in SERVE_FLAGS:

@@ -9,6 +9,7 @@ from pathlib import Path
 from cli.doctor import network
 from cli.doctor.findings import Finding, fail, ok
 from cli.doctor.machine import Machine
+from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.gateway.access.keys import read_keys
 from services.gateway.fleet.members import addresses_of
@@ -31,7 +32,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         try:
             count = len(read_keys(Path(settings.api_keys_file)).keys)
         except ConfigError as error:
-            yield fail("API keys", error.message, "Make the file with `glm53 keys create`, and let this user read it.")
+            yield fail("API keys", error.message, f"Make the file with `{COMMAND} keys create`, and let this user read it.")
         else:
             yield ok("API keys", f"{count} in {settings.api_keys_file}")
     if url := settings.redis_url.get_secret_value():

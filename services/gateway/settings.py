@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from services.common.command import COMMAND
 from services.common.settings import ServiceSettings
 
 Effort = Literal["low", "high", "max"]
@@ -172,7 +173,8 @@ class GatewaySettings(ServiceSettings):
         if not self.api_keys_file and not self.allow_public_without_keys and not _is_loopback(self.host):
             raise ValueError(
                 f"HOST is {self.host}, which other machines may reach, but no API keys are asked for: name a key file in "
-                "GLM53_API_KEYS_FILE (`glm53 keys create` makes one), or set GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that does"
+                f"GLM53_API_KEYS_FILE (`{COMMAND} keys create` makes one), or set GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that"
+                " does"
             )
         return self
 

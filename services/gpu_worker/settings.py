@@ -101,7 +101,7 @@ class GpuWorkerSettings(ServiceSettings):
         validation_alias="GLM53_SLOW_READER_S",
         gt=0,
         le=3600,
-        description="A stream whose gateway takes nothing for so long is ended; a gateway gives its own client 60 s.",
+        description="A stream whose gateway takes nothing for so long is ended; a gateway gives its own client GLM53_SLOW_CLIENT_S.",
     )
     stream_buffer_events: int = Field(
         256, validation_alias="GLM53_STREAM_BUFFER_EVENTS", ge=1, le=65_536, description="Events that may wait for one stream's reader."

@@ -18,6 +18,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 
@@ -129,7 +130,7 @@ def parse_keys(text: str, source: str) -> KeyTable:
         raise ConfigError(f"{source} is not JSON: {error}", param="GLM53_API_KEYS_FILE") from None
     entries = document.get("keys") if isinstance(document, dict) else None
     if not isinstance(entries, list):
-        raise ConfigError(f'{source} must be {{"keys": [...]}}; `glm53 keys create` writes it', param="GLM53_API_KEYS_FILE")
+        raise ConfigError(f'{source} must be {{"keys": [...]}}; `{COMMAND} keys create` writes it', param="GLM53_API_KEYS_FILE")
     keys: list[ApiKey] = []
     for index, entry in enumerate(entries):
         try:
