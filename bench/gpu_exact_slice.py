@@ -268,6 +268,7 @@ class OurEngine:
             "records": self._records,
             "slots": self._slots,
             "record_bytes": self._loaded.records.stride,
+            "pin_s": round(self._loaded.records.pin_seconds, 2),
             "vram_after_load_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
             "loaded_s": round(time.perf_counter() - began, 1),
         }

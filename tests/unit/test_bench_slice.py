@@ -281,7 +281,12 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert sizes == {"cache_tokens": 16_384, "max_streams": 8, "chunk": 8192}
         host = torch.zeros((experts, 8), dtype=torch.uint8)
         records = types.SimpleNamespace(
-            num_records=experts, stride=shapes[0].record_bytes, arena=arena, host=host, close=lambda: events.append("unpinned")
+            num_records=experts,
+            pin_seconds=1.5,
+            stride=shapes[0].record_bytes,
+            arena=arena,
+            host=host,
+            close=lambda: events.append("unpinned"),
         )
         layers = [types.SimpleNamespace(index=0, mlp=types.SimpleNamespace(routing_fn=lambda rows, c, y, p: (y, p)))]
         return types.SimpleNamespace(

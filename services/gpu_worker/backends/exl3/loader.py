@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pathlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,11 +81,15 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     check_machine(settings, checkpoint, shapes)
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
+    began = time.perf_counter()
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
+    log.info("the model is loaded after %.1f s", time.perf_counter() - began)
     pins = TritonPins(settings.triton_pin, torch.cuda.get_device_name(DEVICE))
     if settings.warm_up:
         note(0.85, "warming up")
+        began = time.perf_counter()
         warm_up(loaded, chunk, settings.max_streams)
+        log.info("warmed up after %.1f s", time.perf_counter() - began)
         pins.save()
     slots, slots_reason = resolve_slots(
         settings.ec_max_slots, free_bytes(), int(settings.ec_reserve_gb * (1 << 30)), loaded.records.stride, loaded.records.num_records

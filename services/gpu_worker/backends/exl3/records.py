@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from kernels.python.expert import ExpertShape
 from services.common.errors import ConfigError
 from services.gpu_worker.patches import pointer_tables
 from services.gpu_worker.patches.expert_load import Place
+
+log = logging.getLogger(__name__)
 
 # Pinned in few large ranges: each costs a call into the kernel driver, and none may end inside a layer, so that one copy never spans two.
 MAX_RANGE_BYTES = 16 << 30
@@ -41,7 +45,10 @@ class PinnedRecords:
         self.stride = (_address(arena, 0, 1) if self.num_experts > 1 else _address(arena, 1, 0)) - self.base
         self._extension = extension
         self._registered: list[int] = []
+        began = time.perf_counter()
         self._pin()
+        self.pin_seconds = time.perf_counter() - began
+        log.info("%.1f GiB of records are pinned after %.1f s", self.num_bytes / (1 << 30), self.pin_seconds)
         self.device_base = int(extension.cuda_host_get_device_pointer(self.base))
         buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.base)
         buffer._keep = arena.handle  # type: ignore[attr-defined]
