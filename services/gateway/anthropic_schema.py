@@ -13,16 +13,16 @@ from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
 from services.gateway.formats import FIRST, Body
 from services.gateway.json_text import MAX_DEPTH, is_deep
 from services.gateway.refusals import refuse_chat_only, refuse_fields
-from services.gateway.schemas import Number, with_sampling
+from services.gateway.schemas import Number, Parameters, ToolName, with_sampling
 
 
 class AnthropicTool(Body):
     """One entry of `tools`."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")]
+    name: ToolName
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Parameters | None = None
     strict: bool | None = None
 
 

@@ -14,7 +14,7 @@ from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, U
 from services.gateway.formats import FIRST, Body
 from services.gateway.json_text import read_json
 from services.gateway.refusals import refuse_chat_only, refuse_fields, refuse_unknown
-from services.gateway.schemas import Number, Reasoning, with_sampling
+from services.gateway.schemas import Number, Parameters, Reasoning, with_sampling
 
 
 class ResponseTool(Body):
@@ -23,7 +23,7 @@ class ResponseTool(Body):
     type: str
     name: str | None = None
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

@@ -27,6 +27,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**32 - 1)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _INT64 = 2**63
 _MAX_FIELDS = 1000
+_TOKEN_KEYS: dict[str, Any] = {"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"}}
 
 
 class StreamOptions(Body):
@@ -47,7 +48,10 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None,
+        Field(json_schema_extra=_TOKEN_KEYS),
+    ] = None
     seed: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: str | Annotated[list[str], FIRST] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024), FIRST] | None = None
@@ -115,12 +119,25 @@ class SamplingFields(Body):
         return value
 
 
+# OpenAI's rule is [A-Za-z0-9_-]{1,64}; agents also send dots, colons, slashes and letters of other scripts, as vLLM lets them. What would
+# not come back from the model as it went in is refused: white space, control characters and what the template's tags are made of.
+ToolName = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s<>\x00-\x1f\x7f]+$")]
+Parameters = Annotated[
+    dict[str, Any],
+    Field(
+        description="A valid JSON schema of an object, with references into itself only, at most 100 levels deep and of 5000 "
+        "schemas. Calls that are forced or strict are held to all of it; what cannot be enforced then (uniqueItems, not, if, "
+        "contains, ...) is refused by its place."
+    ),
+]
+
+
 class Function(Body):
     """A tool's function."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\s<>]+$")]
+    name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Parameters | None = None
     strict: bool | None = None
 
 

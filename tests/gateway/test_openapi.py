@@ -37,6 +37,31 @@ def test_the_document_is_complete(stack: Stack) -> None:
     assert "422" not in found["paths"]["/v1/chat/completions"]["post"]["responses"]
 
 
+def test_what_is_refused_is_described(stack: Stack) -> None:
+    """Options that do not exist, keys that are no token ids, names and schemas of tools: the document says what the checks say."""
+    schemas = stack.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("TemplateOptions", "Reasoning", "ThinkingSwitch"):
+        assert schemas[name]["additionalProperties"] is False
+    keys = re.compile(schemas["ChatRequest"]["properties"]["logit_bias"]["propertyNames"]["pattern"])
+    for key, status in {"0": 200, "42": 200, "05": 400, "x": 400, "-1": 400}.items():
+        assert (stack.post(logit_bias={key: 1}).status_code == 200) == (status == 200) == bool(keys.match(key))
+    names = re.compile(schemas["Function"]["properties"]["name"]["pattern"])
+    for name, status in {
+        "a.b/c:d": 200,
+        "🦊": 200,
+        "wörter": 200,
+        "a b": 400,
+        "a<b": 400,
+        "a\x00b": 400,
+        "a\nb": 400,
+        "a\x7f": 400,
+    }.items():
+        answer = stack.post(tools=[{"type": "function", "function": {"name": name}}])
+        assert (answer.status_code == 200) == (status == 200) == bool(names.match(name)), name
+    for schema, field in (("Function", "parameters"), ("ResponseTool", "parameters"), ("AnthropicTool", "input_schema")):
+        assert "uniqueItems" in json.dumps(schemas[schema]["properties"][field])
+
+
 def test_a_fuzzer_finds_no_contradiction(tmp_path: Path) -> None:
     """Schemathesis: no server error, no undocumented status or content type, no answer that breaks its schema."""
     stack = Stack()
