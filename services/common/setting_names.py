@@ -11,10 +11,11 @@ UNPREFIXED: frozenset[str] = frozenset({"HOST", "PORT", "SERVED_NAME"})
 
 PREFIXED: frozenset[str] = frozenset(
     {
-        # all services
+        # several services
         "GLM53_INSTANCE",
         "GLM53_LOG_FORMAT",
         "GLM53_LOG_LEVEL",
+        "GLM53_OTLP_ENDPOINT",
         "GLM53_SHM_DIR",
         "GLM53_WORKER_ADDRESS",
         # gateway
@@ -30,7 +31,6 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_MAX_CONNECTIONS",
         "GLM53_MAX_HEADER_BYTES",
         "GLM53_MAX_MESSAGES",
-        "GLM53_OTLP_ENDPOINT",
         "GLM53_REASONING_FIELDS",
         "GLM53_REDIS_TIMEOUT_MS",
         "GLM53_REDIS_URL",
