@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 
 from cli.doctor import hardware, network, sharedmem
-from cli.doctor.findings import Finding, fail, ok
+from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import GIB, Machine, shown
 from services.common.errors import CheckpointError, ConfigError
 from services.common.ops_http import split_address
@@ -16,6 +18,7 @@ from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
 
 MIN_NVME_CAP = 15 * GIB
+CHECKPOINT_BYTES = 126_000_000_000  # of the default repository, and a little
 
 
 def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
@@ -69,6 +72,9 @@ def nvme_cap(machine: Machine) -> Iterator[Finding]:
 
 def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, measure_room: bool) -> Iterator[Finding]:
     """The checkpoint's headers, and the memory that its expert records will take."""
+    if settings.model_download and not (pathlib.Path(settings.model_dir) / "config.json").exists():
+        yield _to_be_fetched(settings)
+        return
     try:
         checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
         shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
@@ -83,6 +89,22 @@ def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, mea
         yield from hardware.memlock(machine, need, settings.mode)
     if measure_room:
         yield from sharedmem.room(settings.shm_dir, settings.instance, need, machine.memory())
+
+
+def _to_be_fetched(settings: GpuWorkerSettings) -> Finding:
+    """A start would fetch the checkpoint: could it, and is that meant?"""
+    folder = pathlib.Path(settings.model_dir)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    what = f"{folder} has no config.json, so a start fetches {settings.model_repo} into it"
+    mounted = "If that is not meant: is the volume mounted there? GLM53_MODEL_DOWNLOAD=0 forbids it."
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return fail("checkpoint", f"{what}, which needs the package huggingface_hub", f"Put the checkpoint there by hand. {mounted}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        return fail("checkpoint", f"{what}, and {there} cannot be written", f"Mount it so that this user can write. {mounted}")
+    free = shutil.disk_usage(there).free
+    if settings.model_repo == type(settings).model_fields["model_repo"].default and free < CHECKPOINT_BYTES:
+        return fail("checkpoint", f"{what}: 125 GB, and {free / 1e9:.1f} GB are free", f"A larger disk's folder. {mounted}")
+    return warn("checkpoint", f"{what}; {free / 1e9:.1f} GB are free", f"Nothing, if it may take its time. {mounted}")
 
 
 def _checkpoint_fix(model_dir: str) -> str:

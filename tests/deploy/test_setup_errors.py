@@ -165,7 +165,7 @@ ROWS: dict[str, Row] = {
     ),
     "checkpoint not mounted": Row(
         "nothing", "GLM53_MODEL_DIR must be the folder that holds config.json; in a container: is the volume mounted there?",
-        env={"GLM53_MODEL_DIR": "/nothing"},
+        env={"GLM53_MODEL_DIR": "/nothing", "GLM53_MODEL_DOWNLOAD": "0"},
     ),
     "store on a file system of the wrong kind": Row(
         "is on fuse.sshfs", "Use a local xfs or ext4 file system on NVMe.", files=FUSE, store=True

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import errno
 import http.server
+import importlib.util
 import json
 import os
 import shutil
@@ -356,10 +357,31 @@ def test_a_folder_that_cannot_hold_segments_is_refused(tmp_path: Path) -> None:
 # ---- checkpoint, settings, addresses ---------------------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_that_would_be_fetched_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room it is worth a word, not a refusal; without room, package or right to write nothing could come."""
+    env = worker_env(tmp_path, GLM53_MODEL_DIR=str(tmp_path / "a" / "b"))
+    usage = shutil.disk_usage(tmp_path)
+
+    def finding() -> Finding:
+        return next(found for found in worker.check(env, host(tmp_path)) if found.check == "checkpoint")
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=200_000_000_000))
+    assert finding().level is Level.WARN
+    assert "has no config.json, so a start fetches turboderp/GLM-5.3-Flash-exl3 into it; 200.0 GB are free" in finding().message
+    assert "is the volume mounted there?" in finding().fix
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=100_000_000_000))
+    assert (finding().level, "125 GB, and 100.0 GB are free" in finding().message) == (Level.FAIL, True)
+    monkeypatch.setattr(os, "access", lambda _path, _mode: False)
+    assert "cannot be written" in finding().message
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "huggingface_hub" else real(name, *more))
+    assert "needs the package huggingface_hub" in finding().message
+
+
 def test_a_missing_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     """A folder that is not there points at the mount, a truncated file at the download."""
-    found = failed(worker.check(worker_env(tmp_path, GLM53_MODEL_DIR=str(tmp_path / "nothing")), host(tmp_path)))["checkpoint"]
-    assert "volume mounted" in found.fix
+    env = worker_env(tmp_path, GLM53_MODEL_DIR=str(tmp_path / "nothing"), GLM53_MODEL_DOWNLOAD="0")
+    assert "volume mounted" in failed(worker.check(env, host(tmp_path)))["checkpoint"].fix
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "models/tiny/checkpoint", broken)
     weights = broken / "model.safetensors"
