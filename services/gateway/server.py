@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 # Of the files that the process may open, these are not for connections.
 _OTHER_FILES = 64
+_LEAST_CONNECTIONS = 16
 
 
 class GatewayServer(uvicorn.Server):
@@ -37,7 +38,7 @@ class GatewayServer(uvicorn.Server):
             HeadRules(settings.max_header_bytes),
             settings.header_timeout_s,
             settings.slow_client_s,
-            min(settings.max_connections, _open_files() - _OTHER_FILES),
+            max(_LEAST_CONNECTIONS, min(settings.max_connections, _open_files() - _OTHER_FILES)),
         )
         super().__init__(
             uvicorn.Config(
