@@ -147,7 +147,9 @@ double DeviceLane::time_job(uint32_t experts, uint32_t rows) {
   LaneJob job;
   job.num_rows = rows;
   for (uint32_t e = 0; e < experts; ++e) {
-    job.experts.push_back({e, arena_.generation_of(e), e * rows, rows});
+    // Other records each time: steps do not find theirs in a cache either.
+    const uint32_t record = probe_record_++ % arena_.header().experts_per_layer;
+    job.experts.push_back({record, arena_.generation_of(record), e * rows, rows});
     for (uint32_t row = 0; row < rows; ++row) {
       job.outs.push_back(static_cast<uint32_t>(job.rows.size()));
       job.rows.push_back(row);

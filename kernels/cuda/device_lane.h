@@ -92,6 +92,7 @@ class DeviceLane {
   uint64_t rows_on_device_ = 0;
   double job_us_ = 0, server_us_ = 0;
   bool probed_ = false;
+  uint32_t probe_record_ = 0;
   // A server that missed a job's deadline is left alone for a while, each time for longer: every try with it costs a step that deadline.
   uint64_t slow_since_ns_ = 0, hold_until_ns_ = 0, hold_off_ns_;
   uint32_t served_ = 0;  // jobs since then

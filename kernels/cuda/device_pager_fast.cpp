@@ -9,7 +9,7 @@
 namespace glm53 {
 namespace {
 
-constexpr int64_t kLaneSpinNs = 300'000;            // a job is shorter: while it runs the device may be waiting
+constexpr int64_t kLaneSpinNs = 2'000'000;          // most jobs are shorter: while one runs the device may be waiting
 constexpr uint64_t kLongestLandingNs = 20'000'000;  // copies that take longer are not timed
 constexpr uint64_t kProbeCopyNs = 1'000'000'000;
 constexpr uint64_t kReprobeNs = 60'000'000'000;

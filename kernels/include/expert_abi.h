@@ -136,7 +136,8 @@ enum AbiStatus {
  *
  * The way of job s, epoch e, ring entry r = s % ring_len, buffer b
  *   W1  needs: lane up (ack_epoch == epoch == e, server serving, heartbeat fresh), s - job_tail <= ring_len, a buffer b that no pass reads
- *   W2  writes the descriptor in entry r and the activations into b
+ *   W2  writes the descriptor in entry r and the activations into b (a GPU has written them before W1, into the buffer of its step's
+ *       number: under an abandoned job activations may change; its rows are read by nobody, kernels/cuda/device_lane.h)
  *   W3  job_head = s (release), doorbell
  *   S1  sees job_head >= s; copies the descriptor to private memory, checks seq, epoch and every index of the copy (CLAIMED)
  *   S2  checks the generations, evaluates the records in place, writes the rows of b, checks the generations again (COMPUTED)

@@ -170,9 +170,13 @@ class FastSteps(OnDemand):
         if out.dtype != torch.float32 or out.shape[1] != self._hidden or not out.is_contiguous():
             raise ValueError(f"MoE layer {layer.index}: its result is {out.dtype} {list(out.shape)}, not float32 [rows, {self._hidden}]")
 
+        checked: set[int] = set()  # numbers of rows whose tensors have been looked at: a call costs microseconds of every layer
+
         def run(y: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> None:
             rows = y.shape[0]
-            check_arguments(y, selected, weights, self._hidden, self._top_k)
+            if rows not in checked:
+                check_arguments(y, selected, weights, self._hidden, self._top_k)
+                checked.add(rows)
             self.begin(layer.index, y, selected)
             if shared:
                 stock(y, selected, self._no_weights[:rows])
