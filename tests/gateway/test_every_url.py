@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from services.common.errors import EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from tests.gateway.fake_worker import Finish, Say
+from tests.gateway.fake_worker import Fail, Finish, Say, Wait
 from tests.gateway.stack import HELLO, MODEL, Stack
 
 
@@ -173,3 +174,74 @@ def test_a_stream_counts_as_a_whole_answer_does(stack: Stack, url: Url, text: st
     assert counted == usage(url.path, streamed.text, streamed=True)
     assert counted[0] == len(stack.worker.requests[0].prompt_token_ids)
     assert counted[1] > 0
+
+
+CALL_TEXT = "So <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> done"
+NO_TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none", "reasoning_effort": "none"},
+    "/v1/completions": {},
+    "/v1/responses": {"tools": [{"type": "function", "name": "f"}], "tool_choice": "none", "reasoning": {"effort": "none"}},
+    "/v1/messages": {"tools": [{"name": "f"}], "tool_choice": {"type": "none"}},
+    "/generate": {"sampling_params": {"skip_special_tokens": False}},
+}
+
+
+@EVERY
+@pytest.mark.parametrize("per_event", [1, 3, 100])
+def test_calls_that_nobody_asked_for_are_text(stack: Stack, url: Url, per_event: int) -> None:
+    """With tool_choice none, or where there are no tools, a call is left as the model wrote it, streamed or whole."""
+    stack.play(Say(CALL_TEXT, per_event), Finish())
+    whole = stack.http.post(url.path, json=url.body | NO_TOOLS[url.path]).text
+    streamed = stack.http.post(url.path, json=url.body | NO_TOOLS[url.path] | {"stream": True}).text
+    for text in (whole, joined(url.path, streamed)):
+        shown = json.dumps(CALL_TEXT, ensure_ascii=False)[1:-1]
+        if url.path == "/v1/completions":
+            # Special tokens are hidden there unless they are asked for, as in vLLM.
+            assert "So " in text
+            assert " done" in text
+        else:
+            assert shown in text
+        assert '"tool_use"' not in text
+        assert '"function_call"' not in text
+        assert '"tool_calls":[{' not in text
+
+
+def joined(path: str, streamed: str) -> str:
+    """The text that a stream's events make together, as JSON would write it."""
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.splitlines() if line.startswith("data: {")]
+    if path == "/generate":
+        return json.dumps(events[-1]["text"], ensure_ascii=False)
+    pieces = []
+    for event in events:
+        if "choices" in event:
+            pieces += [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"]]
+        elif event.get("type") == "response.output_text.delta":
+            pieces.append(event["delta"])
+        elif event.get("type") == "content_block_delta":
+            pieces.append(event["delta"].get("text", ""))
+    return json.dumps("".join(pieces), ensure_ascii=False)
+
+
+@EVERY
+def test_a_silent_stream_is_kept_alive_on_every_url(stack: Stack, url: Url) -> None:
+    """Comments come while the model says nothing, also before its first token, and the answer is whole all the same."""
+    stack.play(Wait(0.8), Say("a"), Wait(0.8), Say("b"), Finish())
+    text = stack.http.post(url.path, json=url.body | {"stream": True}).text
+    lines = text.splitlines()
+    comments = [index for index, line in enumerate(lines) if line.startswith(":")]
+    first = next(index for index, line in enumerate(lines) if '"a"' in line)
+    assert any(index < first for index in comments)
+    assert any(index > first for index in comments)
+    assert '"b"' in text or '"ab"' in text
+
+
+@EVERY
+def test_what_breaks_in_mid_stream_ends_the_stream_on_every_url(stack: Stack, url: Url) -> None:
+    """An error event in the API's own form is the last thing that is said."""
+    stack.play(Say("a"), Fail(EngineFailed("broken")))
+    response = stack.http.post(url.path, json=url.body | {"stream": True})
+    assert response.status_code == 200
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    last = json.loads(events[-2] if events[-1] == "[DONE]" else events[-1])
+    assert "broken" in json.dumps(last.get("error") or last.get("response", {}).get("error") or last.get("message"))
+    assert (events[-1] == "[DONE]") == (url.path in ("/v1/chat/completions", "/v1/completions", "/generate"))
