@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -72,13 +73,17 @@ class Validator(Protocol):
         """Whether a value fits."""
 
 
-def validator_of(schema: dict[str, Any]) -> Validator:
-    """What says whether a value fits a valid schema without look-around; its patterns take time in proportion to the text."""
+def validator_of(schema: dict[str, Any]) -> Validator | None:
+    """What says whether a value fits a valid schema; its patterns take time in proportion to the text.
+
+    Returns:
+        None for a pattern that cannot be searched so, or that would take too much memory.
+    """
     schema = {name: value for name, value in schema.items() if name != "$schema"} if known_draft(schema) is None else schema
     for make in (jsonschema_rs.validator_for, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator):
         with contextlib.suppress(jsonschema_rs.ValidationError):
             return make(schema, offline=True, pattern_options=jsonschema_rs.RegexOptions())
-    raise InvalidRequest("The schema mixes what different drafts of JSON Schema mean.")
+    return None
 
 
 @dataclass(frozen=True)
@@ -170,11 +175,11 @@ class _Check:
 
     def _patterns(self, schema: dict[str, Any], place: Path) -> None:
         pattern = schema.get("pattern")
-        if isinstance(pattern, str) and not _IS_REGEX.is_valid(pattern):
+        if isinstance(pattern, str) and not _is_regex(pattern):
             self._wrong((*place, "pattern"), pattern, _WANTED["pattern"])
         patterns = schema.get("patternProperties")
         for pattern in patterns if isinstance(patterns, dict) else ():
-            if not _IS_REGEX.is_valid(pattern):
+            if not _is_regex(pattern):
                 self._refuse((*place, "patternProperties"), f"has the name {_shown(pattern)}; names must be regular expressions")
 
     def _follow(self, reference: str, place: Path) -> tuple[Path, Any]:
@@ -203,6 +208,17 @@ def _first_error(schema: dict[str, Any], draft: str) -> jsonschema_rs.Validation
     except jsonschema_rs.ValidationError as error:
         return error
     return None
+
+
+def _is_regex(pattern: str) -> bool:
+    """True for an expression of JavaScript's, which JSON Schema means, or of Python's, in which many servers of tools write theirs."""
+    if _IS_REGEX.is_valid(pattern):
+        return True
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
 
 
 def _keyword(place: Path) -> str | None:

@@ -87,10 +87,12 @@ class ValueRules:
 
 def _listed(document: Document, way: list[Part]) -> list[Any] | None:
     """The values that enum or const list and everything else allows; None when nothing lists values."""
-    for _, schema in way:
+    for place, schema in way:
         if "enum" in schema or "const" in schema:
             candidates = [schema["const"]] if "const" in schema else schema["enum"]
             allows = validator_of(_whole(document, way, None))
+            if allows is None:
+                document.refuse(place, "lists values beside a pattern by which they cannot be checked")
             return [value for value in candidates if allows.is_valid(value)]
     return None
 

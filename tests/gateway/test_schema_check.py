@@ -100,6 +100,7 @@ RIGHT: list[dict[str, Any]] = [
     {"items": [{"type": "string"}]},
     {"$schema": DRAFT_7, "items": [{"type": "string"}], "additionalItems": False},
     {"minimum": 3, "exclusiveMinimum": True},
+    {"pattern": "(?i)^a(?P<n>b)$"},
     {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "(?=a)b", "format": "whatever"},
     {"$schema": "http://unknown.invalid/draft", "type": "object"},
     {"enum": [1, "a", None, [], {}]},
