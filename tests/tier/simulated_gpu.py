@@ -22,7 +22,7 @@ from kernels.python.expert import ExpertPool, ExpertShape, ExpertTask
 from kernels.python.pager import PagerDriver
 
 COMPUTE, COPY = 1, 2
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 class SimulatedGpu:

@@ -30,7 +30,7 @@ def served(w: FastWorld) -> int:
 def test_a_server_stopped_at_any_action(made: Stage, step: ServerStep) -> None:
     """Right bits while it stands still, and when it writes its old rows into a buffer that other steps have used; the lane returns."""
     server = SteppedServer(made)
-    w = FastWorld(made, int(step), 5, 2, timeout_ms=150)
+    w = FastWorld(made, int(step), 5, 2, timeout_ms=1000)
     try:
         assert w.wait_lane()
         w.pager.force(Forced.ALL_LANE)
@@ -57,7 +57,7 @@ def test_a_server_stopped_at_any_action(made: Stage, step: ServerStep) -> None:
 def test_rows_of_the_lane_are_the_ones_that_are_added(made: Stage) -> None:
     """With zeros in place of what cpu_expert computed the answer is wrong."""
     server = SteppedServer(made)
-    w = FastWorld(made, 77, 0, 0, timeout_ms=20_000)
+    w = FastWorld(made, 77, 0, 0)
     try:
         assert w.wait_lane()
         w.pager.force(Forced.ALL_LANE)

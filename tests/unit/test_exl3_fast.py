@@ -15,7 +15,7 @@ import torch
 
 from kernels.python import cuda_expert
 from kernels.python.expert import ExpertShape
-from kernels.python.fast_pager import FastPager, Forced
+from kernels.python.fast_pager import FastOptions, FastPager, Forced
 from services.gpu_worker.backends.exl3 import fast
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.fast import FastSetup
@@ -82,7 +82,7 @@ class World:
         self.stock_weights: list[torch.Tensor] = []
         mlp = types.SimpleNamespace(experts_cfg=types.SimpleNamespace(out_bszn=self.out), bc_sh_exp=shared_inside)
         self.layers = [MoeLayer(layer, mlp, EXPERTS) for layer in range(LAYERS)]
-        self.setup = FastSetup(stage.region if lane else None)
+        self.setup = FastSetup(stage.region if lane else None, FastOptions(job_timeout_ms=60_000, heartbeat_timeout_ms=60_000))
         options = ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9, fast=self.setup)
         self.store = ExpertStore(self.records, self.table, self.layers, num_slots, TOP_K, options)  # type: ignore[arg-type]
         self.steps = [self.store.decode_step(layer, self.stock) for layer in self.layers]
@@ -168,7 +168,7 @@ def test_the_cpu_lane_computes_picks_and_leaves_no_segment(made: Stage) -> None:
         world = World(made, 9, lane=True)
         steps = world.store._fast
         assert steps is not None
-        assert wait_until(lambda: steps.lane_up, 20)
+        assert wait_until(lambda: steps.lane_up, 60)
         steps.force(Forced.RANDOM, 3)
         for _ in range(15):
             world.decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from bench import fast_fidelity, gpu_fast, gpu_fast_parts, gpu_fast_rig, report
 from bench.fast_fidelity import Run
 from kernels.python.cuda_expert import StepArguments
 from kernels.python.expert import ExpertPool, ExpertTask
+from kernels.python.fast_pager import FastOptions
 from services.gpu_worker.backends.exl3 import backend as backend_module
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.patches import pointer_tables
@@ -175,6 +177,8 @@ def rig(made: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
             pass
 
     monkeypatch.setattr(gpu_fast_rig, "CudaExperts", RunKernels)
+    patient = functools.partial(FastOptions, job_timeout_ms=60_000, heartbeat_timeout_ms=60_000)  # a busy machine is no fault
+    monkeypatch.setattr(gpu_fast_rig, "FastOptions", patient)
     layers = [make_layer(made, layer) for layer in range(LAYERS)]
     records = fast_base.ArenaRecords(made)
     table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
