@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, cast
 
@@ -97,7 +98,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._socket = transport
         super().connection_made(cast("asyncio.Transport", ResponseTransport(transport, self._closing)))
         self._prepare_socket(transport.get_extra_info("socket"))
-        self.idle_since = self.loop.time()
+        self.idle_since = time.monotonic()
         self._watch_head()
         if len(self.connections) > self.limits.max_connections:
             self._make_room()
@@ -140,6 +141,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         idle = [peer for peer in mine if peer is not self and not peer._unanswered() and not peer.transport.is_closing()]
         if idle:
             min(idle, key=lambda peer: peer.idle_since).transport.close()
+        elif len(self.connections) > 2 * self.limits.max_connections:
+            # So many that even those that are being refused are too many.
+            self._socket.abort()
         else:
             self._refuse(TooManyConnections(f"This server has {self.limits.max_connections} connections open; try again.", retry_after_s=1))
 
@@ -256,7 +260,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """An answer is complete."""
-        self.idle_since = self.loop.time()
+        self.idle_since = time.monotonic()
         super().on_response_complete()
 
     # ---- refusing ----

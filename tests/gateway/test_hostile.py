@@ -9,10 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gateway.access import write_keys
 from tests.gateway.events import Streamed, chat_body
 from tests.gateway.fake_worker import Finish, Forever, Pieces, Say, Script, Wait
 from tests.gateway.hostile import CHAT, Reply, connected, post, read_all, replies, talk
@@ -348,6 +350,22 @@ def test_options_tells_the_methods(stack: Stack) -> None:
     assert stack.http.options("/v1/nothing").status_code == 404
 
 
+def test_heads_and_options_where_keys_are_asked_for(tmp_path: Path) -> None:
+    """What may be asked is told without a key, also of administrators' URLs; HEAD needs the key that GET needs."""
+    keys = write_keys(tmp_path / "keys.json", me={})
+    stack = Stack(api_keys_file=str(tmp_path / "keys.json"))
+    try:
+        for path in (CHAT, "/v1/models", "/stats"):
+            assert stack.http.options(path).status_code == 204
+        assert stack.http.head("/health").status_code == 200
+        assert stack.http.head("/v1/models").status_code == 401
+        mine = {"Authorization": f"Bearer {keys['me']}"}
+        assert stack.http.head("/v1/models", headers=mine).status_code == 200
+        assert stack.http.head("/stats", headers=mine).status_code == 403
+    finally:
+        stack.close()
+
+
 def test_connections_are_bounded() -> None:
     """The one that has been idle for longest makes room; where all are busy a newcomer gets 503, and room comes back."""
     stack = Stack(max_connections=16)
@@ -364,6 +382,9 @@ def test_connections_are_bounded() -> None:
             (reply,) = talk(stack)
             refusal(reply, 503, "too_many_connections")
             assert "retry-after" in reply.headers
+            crowd = [open_ones.enter_context(connected(stack)) for _ in range(60)]
+            until(lambda: len(stack.server.server_state.connections) <= 32, "refused ones are bounded too")
+            assert {read_all(connection)[:12] for connection in crowd} == {b"HTTP/1.1 503", b""}
         until(lambda: not stack.worker.live, "all are gone")
         assert [reply.status for reply in talk(stack, LAST)] == [200]
     finally:
