@@ -42,17 +42,25 @@ def test_the_mask_of_the_calling_thread_counts() -> None:
     assert found == [[last]]
 
 
+def times_refused() -> int:
+    """How often this machine's kernel gave small pages where huge ones were asked for."""
+    counts = dict(line.split() for line in pathlib.Path("/proc/vmstat").read_text().splitlines())
+    return int(counts.get("thp_fault_fallback", 0))
+
+
 def test_huge_pages_are_reported_as_the_system_gives_them() -> None:
     """After the advice and a first touch, the bytes in huge pages are a multiple of 2 MiB that the array's mapping can hold."""
     memory = np.empty(16 << 20, np.uint8)
     accepted = host.advise_huge(memory)
+    refused = times_refused()
     memory[:] = 1
     given = host.huge_bytes(memory)
     assert given % (2 << 20) == 0
     assert given >= 0
     enabled = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if accepted and enabled.exists() and "[never]" not in enabled.read_text():
-        assert given >= 8 << 20
+        # The kernel may have no 2 MiB pages left at the moment; then it says so.
+        assert given >= 8 << 20 or times_refused() > refused
     assert host.huge_bytes(np.zeros(64, np.uint8)) >= 0
 
 
