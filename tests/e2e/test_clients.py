@@ -193,7 +193,7 @@ def test_a_python_library(stack: Server, model: str, library: str) -> None:
         env={**os.environ, "GLM53_TEST_URL": stack.url, "GLM53_TEST_MODEL": model},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"{library}: all checks passed" in ran.stdout
