@@ -31,7 +31,7 @@ TOO_LONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"model": MODEL, "messages": [{"role": "user", "content": [{"type": "text", "text": "x" * 1000}] * (MOST // 1000 + 1)}]},
         "messages",
     ),
-    "tools": ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "tools": TOOL}, "messages"),
+    "tools": ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "a"}], "tools": TOOL}, "tools"),
     "completion": ("/v1/completions", {"model": MODEL, "prompt": LONG}, "prompt"),
     "one of several": ("/v1/completions", {"model": MODEL, "prompt": ["a", LONG]}, "prompt"),
     "generate": ("/generate", {"text": LONG}, "text"),
