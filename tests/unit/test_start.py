@@ -25,10 +25,17 @@ sys.exit(main())
 """
 
 
+def forget_ignored_signals() -> None:
+    """A shell starts what it runs in the background with SIGINT ignored, and that would be inherited."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def run_until_it_reads(first_process: bool) -> subprocess.Popen[bytes]:
     """`glm53 keys hash`, which waits for its standard input, and has begun to."""
     command = [sys.executable, "-c", CODE.replace("FIRST", str(first_process))]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, preexec_fn=forget_ignored_signals)
     assert process.stdout is not None
     assert process.stdout.readline() == b"reading\n"
     return process
