@@ -121,9 +121,11 @@ def start(work: Path, *flags: str, env: Mapping[str, str] | None = None, wait: b
 def running(*flags: str, env: Mapping[str, str] | None = None, ready_s: float = 120.0) -> Iterator[Server]:
     """A server for the length of a `with` block."""
     with tempfile.TemporaryDirectory(prefix="glm53-bench-") as work:
+        began = time.monotonic()
         server = start(Path(work), *flags, env=env, wait=False)
         try:
             server.wait_ready(ready_s)
+            server.ready_s = time.monotonic() - began
             yield server
         finally:
             server.stop()
