@@ -4,14 +4,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.python.fast_pager import Forced
+
 Logits = NDArray[np.float32]
 _BOOTSTRAPS = 2000
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run decode steps.
+
+    fast: with the integer kernels; otherwise exllamav3's. slots: share of the records that have one. placed: share that is in one at the
+    start. noise: relative RMS of Gaussian noise in each expert's output (exact only). restarts: kill cpu_expert so often in mid-run.
+    """
+
+    name: str
+    fast: bool = True
+    slots: float = 0.16
+    placed: float = 0.16
+    forced: Forced = Forced.BY_COST
+    seed: int = 0
+    noise: float = 0.0
+    restarts: int = 0
+    lane: bool = True
+    link_derate: int = 1
+    on_demand: bool = True
+    admit: bool = True
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

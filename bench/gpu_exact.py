@@ -25,10 +25,11 @@ import numpy as np
 import torch
 
 from bench import report, routing_trace
+from bench.backend_info import gpu_info
 from bench.gpu_exact_script import SCRIPTS, Script, compare, run
 from kernels.python.arena import Arena
 from services.gpu_worker.backends import arena_fill, cpu_arena
-from services.gpu_worker.backends.base import BackendInfo, chunk_end
+from services.gpu_worker.backends.base import chunk_end
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
@@ -196,22 +197,7 @@ def served(bench: Bench, checkpoint: Checkpoint, *, on_demand: bool) -> None:
     )
     # A Generator took the cache's slots; they go back before the backend takes them.
     bench.ours.cache.reset_states()
-    info = BackendInfo(
-        checkpoint.config.vocab_size,
-        16_384,
-        2,
-        "cuda",
-        "",
-        "exact",
-        "",
-        "exllamav3",
-        "",
-        0,
-        0,
-        "",
-        chunk_size=chunk,
-        page_tokens=PAGE_TOKENS,
-    )
+    info = gpu_info(checkpoint.config.vocab_size, 16_384, 2, chunk)
     options = ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)
     with bench.with_slots(bench.loaded.records.num_records // 6, options) as store:
         backend = Exl3Backend(bench.ours.model, bench.ours.cache, store, bench.loaded.records, Replacements(), info)

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from bench import report, routing_trace, slice_cases, slice_checkpoint
+from bench.backend_info import gpu_info
 from bench.slice_cases import MODES, Mode, Row, Rows
 from bench.slice_checkpoint import BITS, HIDDEN, INTER
 from bench.slice_dry import DryEngine
@@ -43,11 +44,9 @@ from kernels.python.cache_sim import CachePolicy, simulate
 from kernels.python.expert import ExpertShape
 from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends import arena_fill, cpu_arena
-from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
-from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.patches import triton_tuners, upstream
@@ -235,22 +234,7 @@ class OurEngine:
         arena, shapes, self._facts = fill_arena(checkpoint, self._arena_path)
         self._loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=8, chunk=CHUNK)
         self._routing = ForcedRouting(self._loaded, trace)
-        self._info = BackendInfo(
-            checkpoint.config.vocab_size,
-            2048,
-            8,
-            "cuda",
-            "",
-            "exact",
-            "",
-            "exllamav3",
-            "",
-            0,
-            0,
-            "",
-            chunk_size=CHUNK,
-            page_tokens=PAGE_TOKENS,
-        )
+        self._info = gpu_info(checkpoint.config.vocab_size, 2048, 8, CHUNK)
         self._records = self._loaded.records.num_records
         self._slots = round(routing_trace.SLOT_SHARE * self._records)
         self._total = torch.cuda.mem_get_info(loader.DEVICE)[1]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bench import fast_fidelity, report
-from bench.fast_fidelity import Run
+from bench.fast_fidelity import Run, Setting
 from kernels.python.fast_pager import Forced
 
 OUT = report.ROOT / "docs" / "results" / "gpu_fast.json"
@@ -155,12 +155,12 @@ def parse() -> argparse.Namespace:
 
 def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
     if args.dry_run:
-        from bench.gpu_fast_dry import DryRig, DrySetting, speed
+        from bench.gpu_fast_dry import DryRig, speed
 
         results.summary["dry_run"] = True
         if "fidelity" in args.parts:
             prompts = [[int(t) for t in np.random.default_rng(i).integers(10, 100, 5 + i)] for i in range(sum(GROUPS))]
-            fidelity(DryRig(), DrySetting, prompts, results, steps=4)
+            fidelity(DryRig(), Setting, prompts, results, steps=4)
         if "speed" in args.parts:
             speed(results)
     else:

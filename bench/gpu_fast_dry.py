@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.fast_fidelity import Run
-from kernels.python.fast_pager import Forced
+from bench.fast_fidelity import Run, Setting
 
 VOCAB = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class DrySetting:
-    """As bench.gpu_fast_rig.Setting."""
-
-    name: str
-    fast: bool = True
-    slots: float = 0.16
-    placed: float = 0.16
-    forced: Forced = Forced.BY_COST
-    seed: int = 0
-    noise: float = 0.0
-    restarts: int = 0
-    lane: bool = True
 
 
 class DryRig:
@@ -36,7 +19,7 @@ class DryRig:
         """Always."""
         return True
 
-    def forced(self, setting: DrySetting, groups: list[list[list[int]]], continuations: Any, steps: int) -> tuple[Run, Any]:
+    def forced(self, setting: Setting, groups: list[list[list[int]]], continuations: Any, steps: int) -> tuple[Run, Any]:
         """As the GPU's rig."""
         logits: list[Any] = []
         prompts: list[int] = []

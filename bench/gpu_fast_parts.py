@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from bench import gpu_exact_slice, routing_trace
+from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, ROUND_TRIP, TINY, Results, fidelity
-from bench.gpu_fast_rig import GpuRig, LaneProcess, Setting, prompts
+from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
 from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape

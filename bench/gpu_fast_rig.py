@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +17,24 @@ import numpy as np
 import torch
 
 from bench import report
-from bench.fast_fidelity import Run
+from bench.backend_info import gpu_info
+from bench.fast_fidelity import Run, Setting
 from bench.kernel_accuracy import Exact, fp16_table, relative_rms
 from kernels.python import segments
 from kernels.python.cuda_expert import CudaExperts, Routing
-from kernels.python.fast_pager import FastCosts, FastOptions, Forced
+from kernels.python.fast_pager import FastCosts, FastOptions
 from kernels.python.pager import PagerPolicy
 from kernels.python.region import Region
-from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
-from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.patches.replace import Replacements
 
 Group = list[list[int]]  # prompts that are decoded together
 LANE_WAIT_S = 60.0
 FACTS = ("decode_steps", "picks", "experts", "evictions", "recomputed_picks", "aborts", "cpu_expert_bytes", "planner_error_pct")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to run decode steps.
-
-    fast: with the integer kernels; otherwise exllamav3's. slots: share of the records that have one. placed: share that is in one at the
-    start. noise: relative RMS of Gaussian noise in each expert's output (exact only). restarts: kill cpu_expert so often in mid-run.
-    """
-
-    name: str
-    fast: bool = True
-    slots: float = 0.16
-    placed: float = 0.16
-    forced: Forced = Forced.BY_COST
-    seed: int = 0
-    noise: float = 0.0
-    restarts: int = 0
-    lane: bool = True
-    link_derate: int = 1
-    on_demand: bool = True
-    admit: bool = True
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class LaneProcess:
@@ -147,9 +122,7 @@ class GpuRig:
                 store.place(loader.spread(placed, self.num_records) if placed else ())
                 self._prepare(store, setting)
                 with Noise(self.loaded, self.top_k, setting.noise, setting.seed):
-                    info = BackendInfo(
-                        self.vocab, 2048, 8, "cuda", "", "fast" if setting.fast else "exact", "", "", "", 0, 0, "", 2048, PAGE_TOKENS
-                    )
+                    info = gpu_info(self.vocab, 2048, 8, 2048, "fast" if setting.fast else "exact")
                     yield Exl3Backend(self.loaded.model, self.loaded.cache, store, self.loaded.records, Replacements(), info)
             finally:
                 torch.cuda.synchronize()

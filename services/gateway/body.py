@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from typing import Any
 
 import orjson
@@ -13,13 +12,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import Cancelled
 from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from services.gateway.json_text import encodable
 from services.gateway.numbers import finite, place_of_infinity, refuse_constant
 
 # Bodies that are longer are read by a faster parser, if they have so few parts that even that one does not hold others up.
 _LARGE_BYTES = 64 * 1024
 _MAX_PARTS = 1_100_000
-_PAIR = re.compile("[\\ud800-\\udbff][\\udc00-\\udfff]")
-_HALF = re.compile("[\\ud800-\\udfff]")
 
 
 async def read_json_object(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def _value_of(data: bytes) -> Any:
         _refuse_unlike_numbers(data)
         raise InvalidJson(f"The body is not valid JSON: {error}") from None
     # Half of a surrogate pair, as clients send that cut text inside an emoji, has no encoding: what cannot be shown is replaced.
-    return _encodable(value) if not whole or b"\\ud" in data or b"\\uD" in data else value
+    return encodable(value) if not whole or b"\\ud" in data or b"\\uD" in data else value
 
 
 async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:
@@ -109,14 +107,3 @@ def _refuse_unlike_numbers(data: bytes) -> None:
 
 # Made once: json.loads with options makes a decoder for every call.
 _DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite)
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        whole = _PAIR.sub(lambda pair: pair.group().encode("utf-16", "surrogatepass").decode("utf-16"), value)
-        return _HALF.sub("\ufffd", whole)
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return value

@@ -11,7 +11,8 @@ from services.gateway.numbers import finite, place_of_infinity, refuse_constant
 
 # Templates and grammars walk through values by recursion.
 MAX_DEPTH = 100
-_HALF = re.compile("[\ud800-\udfff]")
+_PAIR = re.compile("[\\ud800-\\udbff][\\udc00-\\udfff]")
+_HALF = re.compile("[\\ud800-\\udfff]")
 
 
 def read_json(text: str, path: str, param: str | None = None) -> Any:
@@ -31,7 +32,19 @@ def read_json(text: str, path: str, param: str | None = None) -> Any:
         raise InvalidRequest(_reason(text, path, error), param=param or path) from None
     if is_deep(value):
         raise InvalidRequest(f"{path} is nested deeper than {MAX_DEPTH} levels.", param=param or path)
-    return _encodable(value) if "\\u" in text else value
+    return encodable(value) if "\\u" in text else value
+
+
+def encodable(value: Any) -> Any:
+    """The value with text that has an encoding: halves of a surrogate pair that stand together are joined, single ones replaced."""
+    if isinstance(value, str):
+        whole = _PAIR.sub(lambda pair: pair.group().encode("utf-16", "surrogatepass").decode("utf-16"), value)
+        return _HALF.sub("\ufffd", whole)
+    if isinstance(value, list):
+        return [encodable(item) for item in value]
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in value.items()}
+    return value
 
 
 def is_deep(value: Any) -> bool:
@@ -58,13 +71,3 @@ def _reason(text: str, path: str, error: ValueError | RecursionError) -> str:
             place, value = found
             return f"{path} holds {value}{f' at {place}' if place else ''}, which is no number that JSON has or that a double holds."
     return f"{path} is not valid JSON: {error}"
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return _HALF.sub("\ufffd", value)
-    if isinstance(value, list):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(item) for key, item in value.items()}
-    return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import gzip
 import http.server
 import json
@@ -21,7 +20,7 @@ from services.gateway import tracing
 from tests.gateway.events import stream
 from tests.gateway.fake_worker import Finish, Say, Script
 from tests.gateway.stack import Stack, until
-from tests.support import random_checkpoint
+from tests.support import missing, random_checkpoint
 from tests.worker.harness import RunningWorker
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -130,14 +129,7 @@ def test_what_is_no_trace_goes_nowhere(stack: Stack, given: str) -> None:
 
 def test_without_the_extra_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clear error instead of a traceback."""
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    missing.hide(monkeypatch, "opentelemetry")
     with pytest.raises(ConfigError, match="otel"):
         tracing.provider_for("http://127.0.0.1:1/v1/traces")
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bench import fast_fidelity, gpu_fast, gpu_fast_parts, gpu_fast_rig, report
-from bench.fast_fidelity import Run
+from bench.fast_fidelity import Run, Setting
 from kernels.python.cuda_expert import StepArguments
 from kernels.python.expert import ExpertPool, ExpertTask
 from kernels.python.fast_pager import FastOptions
@@ -197,7 +197,7 @@ def test_the_fidelity_part_finds_equal_bits_and_a_noise_floor(rig: Any, tmp_path
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, VOCAB, 4 + 5 * i).tolist() for i in range(4)]
-    gpu_fast.fidelity(rig, gpu_fast_rig.Setting, prompts, results, steps=6)
+    gpu_fast.fidelity(rig, Setting, prompts, results, steps=6)
     rows = {row["name"]: row for row in results.rows}
     assert rows["exact again"]["differing"] == 0
     assert rows["every pick on the CPU"]["picks"]["cpu"] > 0
@@ -218,7 +218,7 @@ def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> Non
     routing: Any = types.SimpleNamespace(step=-1)
     bound = {"resident": {1: 0.5, 2: 0.5}, "link": 1e9, "dram": 5e9, "stride": rig.loaded.records.stride}
     deadline = time.monotonic() + 300
-    for setting in (gpu_fast_rig.Setting("exact in step", fast=False), gpu_fast_rig.Setting("fast", facts={"threads": 1})):
+    for setting in (Setting("exact in step", fast=False), Setting("fast", facts={"threads": 1})):
         with rig.backend(setting) as backend:
             times = gpu_fast_parts.measure(results, backend, routing, setting, args, deadline, bound, streams_measured=(1, 2))
         assert set(times) == {1, 2}

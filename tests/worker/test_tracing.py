@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gpu_worker.backends import cpu
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.worker import Worker
+from tests.support import missing
 from tests.worker.harness import PROMPT, RunningWorker, until
 
 TRACE, PARENT = 0x4BF92F3577B34DA6A3CE929D0E0E4736, 0x00F067AA0BA902B7
@@ -154,14 +154,7 @@ def test_nothing_of_prompt_or_answer_is_in_a_span(traced: Traced) -> None:
 
 async def test_without_the_extra_the_start_says_what_to_install(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Exit code 78 and a sentence instead of a traceback."""
-    real = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    missing.hide(monkeypatch, "opentelemetry")
     settings = GpuWorkerSettings.load({}, worker_address="127.0.0.1:0", otlp_endpoint="http://127.0.0.1:1/v1/traces")
     with pytest.raises(ConfigError, match="otel"):
         await Worker(settings, cpu.load).listen()
