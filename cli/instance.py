@@ -44,11 +44,6 @@ class Instance:
         self._state_dir = state_dir
         self._lock: IO[str] | None = None
 
-    @property
-    def worker_address(self) -> str:
-        """gRPC address of the worker: a Unix socket that only this user can open."""
-        return f"unix:{self._state_dir / 'worker.sock'}"
-
     def acquire(self) -> None:
         """Takes the instance's lock and clears what a dead predecessor left.
 

@@ -70,7 +70,8 @@ def serve(args: argparse.Namespace) -> int:
     """Runs `glm53 serve`."""
     given = {name: str(value) for _, name, _ in SERVE_FLAGS if (value := getattr(args, name)) is not None}
     env = {**environ(), **given}
-    settings = ServeSettings.load(env)
+    own = {field: given[str(info.validation_alias)] for field, info in ServeSettings.model_fields.items() if info.validation_alias in given}
+    settings = ServeSettings.load(env, **own)
     configure_logging("serve", level=settings.log_level, json_lines=settings.log_format == "json")
     print_settings(settings)
     enter_root(settings.root)

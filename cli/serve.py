@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -56,9 +55,8 @@ class Supervisor:
     def __init__(self, settings: ServeSettings, env: Mapping[str, str], commands: Mapping[str, Sequence[str]] | None = None) -> None:
         self._settings = settings
         name = settings.instance_name
-        state_dir = Path(settings.state_dir or Path(tempfile.gettempdir()) / f"glm53-{os.getuid()}" / name)
-        self._instance = Instance(name, Path(settings.shm_dir), state_dir, own_folder=not settings.state_dir)
-        self._worker_address = settings.worker_address or self._instance.worker_address
+        self._instance = Instance(name, Path(settings.shm_dir), settings.state_path, own_folder=not settings.state_dir)
+        self._worker_address = settings.worker_listens_on
         child_env = {
             **env,
             "GLM53_INSTANCE": name,
@@ -209,9 +207,9 @@ class Supervisor:
         tell(f"\nTry:\n  curl -s {url}/chat/completions -H 'content-type: application/json' -d '{body}'\n")
 
     def _stop(self, signals: Signals) -> None:
-        """Gateway first, so that no request arrives any more; its streams end while the engine still runs."""
+        """Gateway first: no request arrives any more, and its streams end while the engine runs. Then the engine, then its CPU lane."""
         patience = self._settings.drain_timeout_s + 5
-        for service in reversed(self._services):
+        for service in sorted(self._services, key=lambda service: service.name != "gateway"):
             if not service.running:
                 continue
             service.signal(signal.SIGTERM)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -89,3 +92,13 @@ class ServeSettings(ServiceSettings):
     def instance_name(self) -> str:
         """The instance's name with the default filled in."""
         return self.instance or f"p{self.port}"
+
+    @property
+    def state_path(self) -> Path:
+        """The state folder with the default filled in."""
+        return Path(self.state_dir or Path(tempfile.gettempdir()) / f"glm53-{os.getuid()}" / self.instance_name)
+
+    @property
+    def worker_listens_on(self) -> str:
+        """gRPC address of the worker; by default a Unix socket that only this user can open."""
+        return self.worker_address or f"unix:{self.state_path / 'worker.sock'}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cli.doctor import hardware, store
-from cli.doctor.findings import Finding, Level, ok
+from cli.doctor.findings import Finding, Level, fail, ok
 from cli.doctor.machine import Machine, shown
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
@@ -67,8 +67,12 @@ def _findings(args: argparse.Namespace, machine: Machine, env: Mapping[str, str]
     if not args.service:
         yield from _host(machine)
         # Of the whole machine: what `glm53 serve` would start with these settings.
-        port = env.get("PORT") or ServeSettings.model_fields["port"].default
-        env = {**env, "GLM53_INSTANCE": env.get("GLM53_INSTANCE") or f"p{port}"}
+        try:
+            settings = ServeSettings.load(env)
+        except ConfigError as error:
+            yield fail("settings", error.message)
+        else:
+            env = {**env, "GLM53_INSTANCE": settings.instance_name, "GLM53_WORKER_ADDRESS": settings.worker_listens_on}
     for name in names:
         yield from importlib.import_module(SERVICES[name]).check(env, machine)
     if args.store is not None:

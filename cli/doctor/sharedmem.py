@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterator
 
 from cli.doctor.findings import Finding, fail, ok
 from cli.doctor.machine import GIB, shown
-from kernels.python import segments
+from kernels.python import lib, segments
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmMismatch
 from services.common.memory import Memory
 
 # Control region, job buffers and what a file system needs for itself.
 SLACK = 64 << 20
+
+
+def kernels() -> Iterator[Finding]:
+    """The kernels' library, which both of its processes load; silent when it is there."""
+    try:
+        lib.load()
+    except lib.KernelsMissingError as error:
+        yield fail("kernels", str(error), "Run `make kernels` in this installation's folder; an image without them is broken.")
 
 
 def folder(shm_dir: str) -> Iterator[Finding]:

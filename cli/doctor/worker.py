@@ -29,6 +29,9 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         yield fail("settings", error.message)
         return
     yield ok("settings", f"mode {settings.mode}, device {settings.device}")
+    if unbuilt := list(sharedmem.kernels()):
+        yield from unbuilt
+        return
     if not settings.worker_address.startswith("unix:"):
         yield from network.listen("GLM53_WORKER_ADDRESS", *split_address(settings.worker_address), network.worker)
     if settings.http_address:

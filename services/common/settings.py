@@ -80,7 +80,7 @@ class ServiceSettings(BaseSettings):
         "default",
         validation_alias="GLM53_INSTANCE",
         pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
-        description="Names this deployment's shared-memory segments: /dev/shm/glm53-<instance>-*.",
+        description="Names this deployment's shared-memory segments: /dev/shm/glm53-<instance>-*. `glm53 serve` takes p<port>.",
     )
     shm_dir: str = Field("/dev/shm", validation_alias="GLM53_SHM_DIR", description="Where the shared-memory segments live (a tmpfs).")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", validation_alias="GLM53_LOG_LEVEL", description="Log level.")

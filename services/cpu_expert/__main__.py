@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
+from kernels.python.lib import KernelsMissingError
 from services.common.errors import ConfigError, PeerError
 from services.common.lifecycle import ExitCode, Signals
 from services.common.logs import configure_logging
@@ -34,6 +35,9 @@ def main() -> int:
     except PeerError as error:
         log.error("%s", error)
         return ExitCode.PEER
+    except KernelsMissingError as error:
+        log.error("%s", error)
+        return ExitCode.BOOT
     except Exception:
         log.exception("cpu_expert failed")
         return ExitCode.BOOT

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from services.common.errors import Cancelled
 from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from services.gateway.json_text import encodable
-from services.gateway.numbers import finite, place_of_infinity, refuse_constant
+from services.gateway.numbers import finite, place_of_infinity, refuse_constant, whole
 
 # Bodies that are longer are read by a faster parser, if they have so few parts that even that one does not hold others up.
 _LARGE_BYTES = 64 * 1024
@@ -97,7 +97,7 @@ async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:
 def _refuse_unlike_numbers(data: bytes) -> None:
     """Names the number that a double does not hold, where that is what is wrong with a body."""
     try:
-        place = place_of_infinity(json.loads(data))
+        place = place_of_infinity(json.loads(data, parse_int=whole))
     except (ValueError, RecursionError):
         return
     if place is not None:

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from services.common.errors import InvalidRequest
-from services.gateway.numbers import finite, place_of_infinity, refuse_constant
+from services.gateway.numbers import finite, place_of_infinity, refuse_constant, whole
 
 # Templates and grammars walk through values by recursion.
 MAX_DEPTH = 100
@@ -62,9 +62,8 @@ def _reason(text: str, path: str, error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return f"{path} is nested deeper than {MAX_DEPTH} levels."
     if not isinstance(error, json.JSONDecodeError):
-        # Python's own text about long numbers speaks of Python.
         try:
-            found = place_of_infinity(json.loads(text))
+            found = place_of_infinity(json.loads(text, parse_int=whole))
         except (ValueError, RecursionError):
             return f"{path} holds a number of more digits than any use has."
         if found is not None:

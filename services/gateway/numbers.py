@@ -7,6 +7,8 @@ from typing import Any, NoReturn
 
 from services.gateway.schema_places import written
 
+_MOST_DIGITS = 309  # of the largest double
+
 
 def refuse_constant(name: str) -> NoReturn:
     """For `json.loads(parse_constant=...)`: NaN and the infinities, which Python reads, are no JSON.
@@ -27,6 +29,11 @@ def finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is larger than a double can hold")
     return value
+
+
+def whole(text: str) -> int | float:
+    """For `json.loads(parse_int=...)` where a wrong number is looked for: one with too many digits for a double is infinite."""
+    return math.inf if len(text) > _MOST_DIGITS else int(text)
 
 
 def place_of_infinity(value: Any) -> tuple[str, str] | None:

@@ -345,7 +345,6 @@ def test_an_unknown_field_is_logged_once(stack: Stack, caplog: pytest.LogCapture
         (b"", "application/json"),
         (b"  \n", "application/json"),
         (b"\xff\xfe\x00", "application/json"),
-        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json"),
         (b"[" * 100_000, "application/json"),
         (b'{"a":' * 100_000, "application/json"),
         (b"{}", "text/plain"),
@@ -383,7 +382,14 @@ EVERY_POST = {
 )
 @pytest.mark.parametrize(
     ("number", "name"),
-    [("NaN", "NaN"), ("Infinity", "Infinity"), ("-Infinity", "-Infinity"), ("1e400", "Infinity"), ("-1e999", "-Infinity")],
+    [
+        ("NaN", "NaN"),
+        ("Infinity", "Infinity"),
+        ("-Infinity", "-Infinity"),
+        ("1e400", "Infinity"),
+        ("-1e999", "-Infinity"),
+        ("9" * 5000, "Infinity"),
+    ],
 )
 def test_numbers_that_json_has_not_are_refused_by_their_place(
     stack: Stack, path: str, field: str, where: str, number: str, name: str

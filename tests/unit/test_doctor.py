@@ -26,7 +26,7 @@ from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, s
 from cli.doctor.findings import Finding, Level
 from cli.doctor.machine import GIB, Machine
 from cli.main import build_parser
-from kernels.python import segments
+from kernels.python import lib, segments
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
@@ -499,6 +499,34 @@ def test_the_whole_machine_is_looked_at_as_serve_would_use_it(tmp_path: Path, ca
     assert f"'p{port}' is served by the server that runs here" in said
 
 
+def test_a_port_that_serve_would_not_use_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without GLM53_WORKER_ADDRESS the worker of `glm53 serve` listens on a socket of its own: whoever holds the services' default port."""
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    env = {name: value for name, value in worker_env(tmp_path).items() if name != "GLM53_WORKER_ADDRESS"}
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # somebody else's will do
+            held.enter_context(socket.create_server(("127.0.0.1", 30051)))
+        code = command.run(build_parser().parse_args(["doctor"]), host(tmp_path), env)
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "30051" not in said
+
+
+@pytest.mark.parametrize("check", [worker.check, expert.check])
+def test_kernels_that_are_not_built_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., Iterable[Finding]]
+) -> None:
+    """A finding with the command, no traceback."""
+    monkeypatch.setattr(lib, "LIBRARY_PATH", tmp_path / "none.so")
+    lib.load.cache_clear()
+    try:
+        found = failed(check(worker_env(tmp_path), host(tmp_path)))["kernels"]
+    finally:
+        lib.load.cache_clear()
+    assert "none.so does not exist" in found.message
+    assert "make kernels" in found.fix
+
+
 def test_keys_and_redis_of_the_gateway(tmp_path: Path) -> None:
     """A key file that is missing and a URL that is none fail; a Redis that does not answer is a warning."""
     env = {"PORT": "0", "GLM53_API_KEYS_FILE": str(tmp_path / "keys.json"), "GLM53_REDIS_URL": "http://redis:6379"}
@@ -609,7 +637,9 @@ def test_the_whole_machine_is_checked_without_a_service(tmp_path: Path, capsys: 
     """Machine and all three services in one report, a stale CDI specification included."""
     args = argparse.Namespace(service=None, store=None, json=False, then=[])
     box = host(tmp_path, {"etc/cdi/nvidia.yaml": CDI_YAML}, gpus=[GPU])
-    assert command.run(args, box, worker_env(tmp_path, PORT="0")) == 78
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    assert command.run(args, box, worker_env(tmp_path, PORT=str(port))) == 78
     report = capsys.readouterr().out
     assert "RTX 3090" in report
     assert "nvidia-ctk cdi generate" in report

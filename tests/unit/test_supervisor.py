@@ -468,6 +468,29 @@ def test_crashed_services_come_back_and_a_signal_stops_all(tmp_path: Path, caplo
     assert all(not s.running for s in run._services)
 
 
+def test_services_stop_in_the_order_of_those_who_need_them(tmp_path: Path) -> None:
+    """The gateway, the engine that its streams come from, the CPU lane of that engine."""
+    marks = tmp_path / "marks"
+    code = {
+        name: f"""
+import pathlib, signal, time
+def end(*_):
+    with open({str(marks)!r}, "a") as file:
+        file.write("{name} ")
+    exit(0)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path({str(tmp_path / name)!r}).touch()
+time.sleep(60)
+"""
+        for name in ("gpu_worker", "cpu_expert", "gateway")
+    }
+    run = supervisor(tmp_path, free_port(), **code)
+    thread = stop_when(lambda: all((tmp_path / name).exists() for name in code))
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert marks.read_text().split() == ["gateway", "gpu_worker", "cpu_expert"]
+
+
 def stop_when(condition: Callable[[], bool]) -> threading.Thread:
     """Sends SIGTERM to this process once `condition` holds, or after the usual wait."""
 

@@ -236,7 +236,7 @@ def resolve_mode(mode: str) -> tuple[Literal["fast", "exact"], str]:
         return "fast", "auto: all records fit into memory"
     if mode in ("fast", "exact"):
         return cast('Literal["fast", "exact"]', mode), "asked for"
-    raise ConfigError(f"GLM53_MODE={mode} needs a GPU build with an expert store: use auto, fast or exact", param="GLM53_MODE")
+    raise ConfigError(f"GLM53_MODE={mode} is not in this version: use auto, fast or exact", param="GLM53_MODE")
 
 
 def resolve_context(asked: int, config: TextConfig) -> int:
