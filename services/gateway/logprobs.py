@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI gives them."""
+"""Log-probabilities in the shapes that OpenAI gives them."""
 
 from __future__ import annotations
 
@@ -52,6 +52,33 @@ def prompt_entry(token: pb.Token, top: int) -> dict[str, Any] | None:
 
 def _ranked(logprob: float, rank: int, piece: bytes) -> dict[str, Any]:
     return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(piece)}
+
+
+class TextLogprobs:
+    """Tells which tokens made a text. A token may bring no text yet (half of a character, white space that may stand before a call) or none
+    at all (a tag, a call); what brings none stands before the text that follows."""
+
+    def __init__(self) -> None:
+        self._waiting: list[pb.Token] = []
+
+    def add(self, token: pb.Token) -> None:
+        """One more token, before the text that it may bring."""
+        if token.piece:
+            self._waiting.append(token)
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """Entries of the tokens that made `text`, which has come just now."""
+        left, first = len(text.encode()), len(self._waiting)
+        while first and left > 0:
+            first -= 1
+            left -= len(self._waiting[first].piece)
+        found = [chat_entry(token) for token in self._waiting[first:]]
+        self._waiting.clear()
+        return found
+
+    def drop(self) -> None:
+        """What waits has become something else than text."""
+        self._waiting.clear()
 
 
 class CompletionLogprobs:

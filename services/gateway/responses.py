@@ -48,7 +48,7 @@ async def create_response(request: Request) -> Response:
         with renaming(*names):
             plan = await plan_chat(chat, ready.info, ready.language, services_of(request).settings, request.state.request_id)
         identity = Head(f"resp_{request.state.request_id}", ready.info.model_name, "")
-        made = ResponsesAnswer(identity, plan.parsers[0], plan.prompt_tokens, echoed(body))
+        made = ResponsesAnswer(identity, plan.parsers[0], plan.prompt_tokens, echoed(body), logprobs=bool(chat.logprobs))
         params = {name: CHAT_NAMES.get(param, param) for name, param in plan.params.items()}
 
         async def keep() -> None:

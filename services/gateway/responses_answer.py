@@ -12,6 +12,7 @@ from services.gateway import errors
 from services.gateway.answers import Head, Totals
 from services.gateway.blocks import Block, Blocks, Closed, Kind, More, Opened, Step, whole_blocks
 from services.gateway.chat_answer import ParsedChoice
+from services.gateway.logprobs import TextLogprobs
 from services.gateway.parser import OutputParser
 from services.gateway.wire import Wire, named_event
 
@@ -31,6 +32,7 @@ class ResponsesAnswer(Wire):
         parser: of the one choice.
         prompt_tokens: length of the prompt.
         echoed: what the response repeats of its request.
+        logprobs: the client wants log-probabilities of the text.
 
     Attributes:
         parsed: the answer as a message, for the next turn.
@@ -39,7 +41,7 @@ class ResponsesAnswer(Wire):
 
     end = b""
 
-    def __init__(self, head: Head, parser: OutputParser, prompt_tokens: int, echoed: dict[str, Any]) -> None:
+    def __init__(self, head: Head, parser: OutputParser, prompt_tokens: int, echoed: dict[str, Any], *, logprobs: bool = False) -> None:
         self.wire: Wire = self
         self.head = head
         self.parsed = ParsedChoice(parser)
@@ -52,6 +54,8 @@ class ResponsesAnswer(Wire):
         self._usage: dict[str, Any] | None = None
         self._whole: list[Block] | None = None
         self._error: dict[str, Any] | None = None
+        self._text_logprobs = TextLogprobs() if logprobs else None
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of the blocks of text, reasoning included, by index
 
     @property
     def num_rejected_calls(self) -> int:
@@ -87,7 +91,14 @@ class ResponsesAnswer(Wire):
     def take(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
         """New tokens → events, perhaps none."""
         del choice
-        return self._events(self._blocks.add(self.parsed.take(tokens)))
+        if self._text_logprobs is None:
+            return self._events(self._blocks.add(self.parsed.take(tokens)))
+        events: list[dict[str, Any]] = []
+        for token in tokens:
+            # One by one, so that each text is told from which tokens it came.
+            self._text_logprobs.add(token)
+            events += self._events(self._blocks.add(self.parsed.take([token])))
+        return events
 
     def finish(self, choice: int, finished: pb.Finished) -> list[dict[str, Any]]:
         """The end → the last events."""
@@ -112,6 +123,7 @@ class ResponsesAnswer(Wire):
             calls = [(call.call_id, call.name, call.arguments) for call in self.parsed.message.tool_calls]
             self._whole = whole_blocks(*self.parsed.texts, calls)
             self._ids = {}
+            self._logprobs = {0: [entry for entries in self._logprobs.values() for entry in entries]}
         return [*events, self._numbered({"type": kind, "response": self.response()})]
 
     def response(self) -> dict[str, Any]:
@@ -148,11 +160,12 @@ class ResponsesAnswer(Wire):
             added = {"type": "response.output_item.added", "output_index": block.index, "item": self._item(block, empty=True)}
             if block.kind is Kind.CALL:
                 return [added]
-            return [added, {"type": "response.content_part.added", **part, "part": _part(block.kind, "")}]
+            return [added, {"type": "response.content_part.added", **part, "part": _part(block.kind, "", [])}]
         if isinstance(step, More):
+            new = self._new_logprobs(step)
             if block.kind is Kind.CALL:
                 return [{"type": _DELTA[block.kind], **where, "delta": step.text}]
-            logprobs: dict[str, Any] = {"logprobs": []} if block.kind is Kind.TEXT else {}
+            logprobs: dict[str, Any] = {"logprobs": new} if block.kind is Kind.TEXT else {}
             return [{"type": _DELTA[block.kind], **part, "delta": step.text, **logprobs}]
         assert isinstance(step, Closed)
         done = {"type": "response.output_item.done", "output_index": block.index, "item": self._item(block)}
@@ -160,12 +173,28 @@ class ResponsesAnswer(Wire):
             arguments = {"name": block.name, "arguments": block.text}
             return [{"type": "response.function_call_arguments.done", **where, **arguments}, done]
         kind = "response.output_text.done" if block.kind is Kind.TEXT else "response.reasoning_text.done"
-        text: dict[str, Any] = {"text": block.text} | ({"logprobs": []} if block.kind is Kind.TEXT else {})
+        whole = self._part(block)
+        text: dict[str, Any] = {name: whole[name] for name in ("text", "logprobs") if name in whole}
         return [
             {"type": kind, **part, **text},
-            {"type": "response.content_part.done", **part, "part": _part(block.kind, block.text)},
+            {"type": "response.content_part.done", **part, "part": whole},
             done,
         ]
+
+    def _new_logprobs(self, more: More) -> list[dict[str, Any]]:
+        """Log-probabilities of a text that has just come."""
+        if self._text_logprobs is None:
+            return []
+        if more.block.kind is Kind.CALL:
+            self._text_logprobs.drop()
+            return []
+        new = self._text_logprobs.take(more.text)
+        self._logprobs.setdefault(more.block.index, []).extend(new)
+        return new
+
+    def _part(self, block: Block) -> dict[str, Any]:
+        """The content of a message or of reasoning."""
+        return _part(block.kind, block.text, self._logprobs.get(block.index, []))
 
     def _id(self, block: Block) -> str:
         return self._ids.setdefault(block.index, f"{_PREFIX[block.kind]}_{uuid.uuid4().hex}")
@@ -177,16 +206,16 @@ class ResponsesAnswer(Wire):
         if block.kind is Kind.CALL:
             arguments = "" if empty else block.text
             return own | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
-        content = [] if empty else [_part(block.kind, block.text)]
+        content = [] if empty else [self._part(block)]
         if block.kind is Kind.REASONING:
             return own | {"type": "reasoning", "summary": [], "content": content}
         return own | {"type": "message", "role": "assistant", "content": content}
 
 
-def _part(kind: Kind, text: str) -> dict[str, Any]:
+def _part(kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     if kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _as_cut_short(finished: pb.Finished) -> pb.Finished:

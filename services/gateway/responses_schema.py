@@ -50,6 +50,21 @@ class TextOptions(Body):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
+# What clients ask for beyond the answer. This server has log-probabilities; what belongs to tools and content that it does not have is
+# never there to be included.
+LOGPROBS = "message.output_text.logprobs"
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+]
+
+
 class ResponsesBody(Body):
     """POST /v1/responses."""
 
@@ -69,7 +84,8 @@ class ResponsesBody(Body):
     previous_response_id: str | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: Annotated[list[str], FIRST] | None = None
+    include: Annotated[list[Include], FIRST] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
 
@@ -90,10 +106,8 @@ def check(body: ResponsesBody) -> None:
     for name in _REFUSED:
         if (body.model_extra or {}).get(name) not in (None, 0):
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
-    if "message.output_text.logprobs" in (body.include or ()):
-        raise UnsupportedParameter(
-            "include: message.output_text.logprobs is not supported here; use /v1/chat/completions.", param="include"
-        )
+    if body.top_logprobs and LOGPROBS not in (body.include or ()):
+        raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
     refuse_fields(body.model_extra)
     refuse_chat_only(body.model_extra)
     refuse_unknown(body.reasoning, "reasoning")
@@ -115,6 +129,8 @@ def chat_fields(body: ResponsesBody, messages: list[dict[str, Any]]) -> dict[str
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
     }
+    if LOGPROBS in (body.include or ()):
+        fields["logprobs"], fields["top_logprobs"] = True, body.top_logprobs
     if body.tools:
         fields["tools"] = [{"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in body.tools]
     choice = body.tool_choice
@@ -279,6 +295,7 @@ def echoed(body: ResponsesBody) -> dict[str, Any]:
         "text": {"format": (raw.get("text") or {}).get("format") or {"type": "text"}},
         "tool_choice": raw.get("tool_choice") or "auto",
         "tools": raw.get("tools") or [],
+        "top_logprobs": raw.get("top_logprobs") or 0,
         "top_p": 1.0 if raw.get("top_p") is None else raw["top_p"],
         "truncation": "disabled",
         "user": raw.get("user"),

@@ -101,6 +101,21 @@ def test_a_thinking_budget_ends_the_reasoning(client: openai.OpenAI, model: str)
     assert found["choices"][0]["message"]["content"]
 
 
+def test_log_probabilities_of_chat_and_of_responses(client: openai.OpenAI, model: str) -> None:
+    """The same tokens with the same values: chat has the reasoning's and the tag's before those of the text."""
+    chat = greedy(client, model, FRANCE, seed=1, logprobs=True, top_logprobs=4)
+    asked: Any = {"model": model, "input": FRANCE, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 4}
+    made = client.responses.create(**asked, max_output_tokens=200, extra_body={"seed": 1})
+    (part,) = next(item for item in made.output if item.type == "message").content
+    entries = [entry.model_dump() for entry in part.logprobs]
+    assert made.output_text == chat.message.content
+    assert entries == [entry.model_dump() for entry in chat.logprobs.content][-len(entries) :]
+    assert b"".join(bytes(entry["bytes"]) for entry in entries).decode() == made.output_text
+    with client.responses.stream(**asked, max_output_tokens=200) as streaming:
+        sent = [entry for event in streaming if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [(entry.token, entry.logprob) for entry in sent] == [(entry["token"], entry["logprob"]) for entry in entries]
+
+
 def test_usage_of_a_prompt_that_was_there_before(client: openai.OpenAI, model: str) -> None:
     """The second time its tokens come from the cache; answers count the same streamed or whole, reasoning included."""
     question = "Tell me, please: what is the capital of Italy, and what is the capital of Spain, and what is the capital of France?"

@@ -79,6 +79,19 @@ def test_logprobs_are_finite_and_sorted(real: Stack) -> None:
         assert entry["logprob"] <= 0
 
 
+def test_chat_and_responses_give_the_same_log_probabilities(real: Stack) -> None:
+    """One seed, one answer, one set of values: those of the text in /v1/responses stand in chat's, in their order."""
+    asked = {**GREEDY, "temperature": 1.2, "seed": 7, "reasoning_effort": "none"}
+    chat = real.post(CHAT, **asked, logprobs=True, top_logprobs=3).json()["choices"][0]
+    fields = {name: value for name, value in asked.items() if name != "max_tokens"} | {"input": "Hello", "max_output_tokens": 12}
+    include = ["message.output_text.logprobs"]
+    made = real.http.post("/v1/responses", json={**fields, "include": include, "top_logprobs": 3}).json()
+    (part,) = [item["content"][0] for item in made["output"] if item["type"] == "message"]
+    assert part["text"] == chat["message"]["content"]
+    assert part["logprobs"] == chat["logprobs"]["content"]
+    assert len(part["logprobs"]) > 3
+
+
 def test_a_stop_string_ends_the_text_before_it(real: Stack) -> None:
     """What the worker cuts never shows, streamed or whole, and the finish reason is stop."""
     fields = {**GREEDY, "max_tokens": 40, "prompt": "Hello"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Any
+from typing import Any, Final
 
 import openai
 import pytest
@@ -207,9 +207,85 @@ def test_formats_and_choices_are_passed_on(stack: Stack) -> None:
         stack.run(stack.services.watch.refresh())
 
 
+LOGPROBS: Final = "message.output_text.logprobs"
+
+
+def joined(entries: list[dict[str, Any]]) -> str:
+    return b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+
+
+@pytest.mark.parametrize("per_event", [1, 4])
+@pytest.mark.parametrize(
+    ("said", "tools"),
+    [
+        ("hm</think>Hi there", []),
+        ("</think>é🦊 ünï\n\ncode", []),
+        ("</think>  <b>", []),
+        ("Paris", []),
+        (FULL, [TOOL]),
+        ("é</think>So <tool_call>g<arg_key>x</arg_key><arg_value>1</arg_value></tool_call> done", [TOOL]),
+        ("</think>a <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>\n<tool_call>h", [TOOL]),
+    ],
+    ids=["plain", "cut characters", "held space", "unclosed reasoning", "call", "unknown tool", "unknown tool after a call"],
+)
+def test_the_text_is_what_its_log_probabilities_say(stack: Stack, said: str, tools: list[Any], per_event: int) -> None:
+    """The entries of a text are its tokens and nobody else's, in every event that shows it; without `include` there are none."""
+    stack.play(Say(said, per_event), Finish())
+    fields: dict[str, Any] = {"tools": tools, "include": [LOGPROBS], "top_logprobs": 2}
+    whole = create(stack, **fields)
+    assert (whole["top_logprobs"], stack.sampling.logprobs) == (2, 2)
+    parts = [item["content"][0] for item in whole["output"] if item["type"] == "message"]
+    assert parts
+    for part in parts:
+        assert joined(part["logprobs"]) == part["text"]
+        for entry in part["logprobs"]:
+            assert (entry["logprob"], [top["logprob"] for top in entry["top_logprobs"]]) == (-0.5, [-0.5, -9999.0])
+    events = events_of(stack, **fields)
+    assert bare(events[-1]["response"]) == bare(whole)
+    for done in (event for event in events if event["type"] == "response.output_text.done"):
+        deltas = [event for event in events if event.get("item_id") == done["item_id"] and event["type"] == "response.output_text.delta"]
+        assert [entry for event in deltas for entry in event["logprobs"]] == done["logprobs"]
+        assert joined(done["logprobs"]) == done["text"]
+        (part_done,) = [event for event in events if event.get("item_id") == done["item_id"] and "part" in event and event["part"]["text"]]
+        assert part_done["part"]["logprobs"] == done["logprobs"]
+    assert all("logprobs" not in event for event in events if "reasoning" in event["type"])
+    plain = create(stack, tools=tools, include=["reasoning.encrypted_content"], top_logprobs=0)
+    assert [item["content"][0]["logprobs"] for item in plain["output"] if item["type"] == "message"] == [[] for _ in parts]
+    assert stack.sampling.logprobs == -1
+
+
+def test_the_official_client_reads_log_probabilities(stack: Stack) -> None:
+    """As its types, whole and streamed; include alone brings the chosen tokens' own, and a stored response keeps them."""
+    with stack.client() as client:
+        stack.play(Say("hm</think>Hi é"), Finish())
+        made = client.responses.create(model=MODEL, input="Hello", include=[LOGPROBS], top_logprobs=1)
+        message = made.output[-1]
+        assert message.type == "message"
+        part = message.content[0]
+        assert part.type == "output_text"
+        assert part.logprobs is not None
+        assert [(len(entry.top_logprobs), entry.logprob) for entry in part.logprobs] == [(1, -0.5)] * len(part.logprobs)
+        assert b"".join(bytes(entry.bytes) for entry in part.logprobs).decode() == made.output_text == "Hi é"
+        assert client.responses.retrieve(made.id).output[-1] == message
+        with client.responses.stream(model=MODEL, input="Hello", include=[LOGPROBS]) as streaming:
+            events = list(streaming)
+        deltas = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert [(entry.token, entry.logprob) for entry in deltas] == [(entry.token, entry.logprob) for entry in done.logprobs]
+        assert [entry.token for entry in deltas] == [entry.token for entry in part.logprobs]
+        assert all(entry.top_logprobs == [] for entry in deltas)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"include": ["message.output_text.logprob"]}, "include"),
+        ({"include": LOGPROBS}, "include"),
+        ({"include": [5]}, "include"),
+        ({"include": [LOGPROBS], "top_logprobs": 21}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": -1}, "top_logprobs"),
+        ({"include": [LOGPROBS], "top_logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
         ({"model": ""}, "model"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
