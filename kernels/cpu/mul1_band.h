@@ -9,7 +9,11 @@
  * adds both to a 32-bit sum per column. Sums may wrap on the way; the offset 510 * S leaves at the end of the block, and the end value
  * fits.
  *
- * A wider vector holds two neighbouring tiles of a row. Every vector instruction stands in the order in which it should enter the
+ * A wider vector holds two neighbouring tiles of a row. Where four states of a lane can be cut out of 64 bits by one instruction (traits of
+ * lanes), no halfword needs to be moved beside its like: a lane's bits and the 16 before them are a quadword, and a vector's 32-bit sums
+ * are those of two inputs, one row apart, of a lane and a column; the two lanes of a column meet at the end of the block.
+ *
+ * Every vector instruction stands in the order in which it should enter the
  * scheduler: while one pair of states is extracted, the pair before it is multiplied and the pair before that one is summed (pin() keeps
  * a compiler from undoing this), since the chain of one state is longer than what a processor sees ahead.
  */
@@ -20,6 +24,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "cpu/kernel_ops.h"
 #include "cpu/numerics.h"
 #include "cpu/trellis.h"
@@ -29,8 +35,7 @@ namespace glm53 {
 namespace {
 
 constexpr int kColumnTiles = static_cast<int>(kBlockTiles); /* tiles of a block, in each direction */
-constexpr int kPairsPerTile = 8;                            /* pairs of states (i, i + 4), which share their inputs */
-constexpr int kBlockPairs = kColumnTiles * kPairsPerTile;
+constexpr int kBlockInputs = 128;                           /* most 32-bit words of one row's inputs, in the order of the states */
 /* Native: rows of tiles from the one that is read to the one that is fetched from memory. All rows of a band meet in the same sets of the
  * first cache: while one waits there, each row read and each row fetched takes a place, so that with 8 or 12 places no more than 4 may
  * wait. */
@@ -39,23 +44,34 @@ constexpr int kRowsAhead = 4;
 template <class S>
 using Vec = typename S::V;
 
+/* Steps of one column of a block: each is two vectors of states that share their inputs. */
+template <class S>
+constexpr int kBlockSteps = kColumnTiles * S::kSteps;
+
 /* Byte sums of one column of tiles of a block, and the block's inputs. The first pair that leaves the pipeline is zeros for
  * index -1: there is room below. */
 template <class S>
 struct BlockScratch {
-  int32_t before_x[16];                             /* read for index -1, times zero */
-  alignas(64) int32_t x[MOE_MAX_ROWS][kBlockPairs]; /* pairs of inputs, in the order of the states */
+  int32_t before_x[16];                              /* read for index -1, times zero */
+  alignas(64) int32_t x[MOE_MAX_ROWS][kBlockInputs]; /* S::kInputWords words for each step */
   Vec<S> below[2];
-  Vec<S> weights[kBlockPairs][2];
+  Vec<S> weights[kBlockSteps<S>][2];
   alignas(64) uint8_t columns[2][kColumnTiles * kColumnTiles * 32 * kMaxBits]; /* native blocks, rearranged: this one and the next */
 };
 
-/* First state of pair p: 0..3 and 8..11. */
+/* First state of pair p of a tile, whose other state is four later: 0..3 and 8..11. */
 constexpr int pair_state(int p) { return p % 4 + p / 4 * 8; }
 
-/* Columns of tiles where a column reads them: as a planar record has them, neighbours a column apart, or as rearrange_row leaves them, a
- * vector's tiles interleaved by halfword, so that each halfword of theirs is one load. */
+/* Columns of tiles where a column reads them: as a planar record has them, neighbours a column apart, or as rearrange_row leaves them. Held
+ * is what the steps of a tile share. */
+template <class S, int K, class Columns>
+struct HeldHalfwords;
+template <class S, int K>
+struct HeldLanes;
+
 struct PlanarColumns {
+  template <class S, int K>
+  using Held = HeldHalfwords<S, K, PlanarColumns>;
   template <class S, int K>
   static constexpr size_t stride() {
     return 32 * K;
@@ -65,7 +81,10 @@ struct PlanarColumns {
     return S::load(tile + 32 * halfword, kColumnTiles * 32 * K);
   }
 };
+/* A vector's tiles interleaved by halfword, so that each halfword of theirs is one load. */
 struct InterleavedColumns {
+  template <class S, int K>
+  using Held = HeldHalfwords<S, K, InterleavedColumns>;
   template <class S, int K>
   static constexpr size_t stride() {
     return S::kTiles * 32 * K;
@@ -73,6 +92,20 @@ struct InterleavedColumns {
   template <class S, int K>
   static GLM53_INLINE Vec<S> load(const uint8_t* tile, int halfword) {
     return S::load_whole(tile + S::kTiles * 32 * halfword);
+  }
+};
+/* Quadwords of lanes 0..7 and 8..15, in as many windows as the states of a lane need. */
+struct LaneColumns {
+  template <class S, int K>
+  using Held = HeldLanes<S, K>;
+  /* A window reaches over 16 bits before its first state and the bits of its states: 48 bits of a quadword at most here. */
+  template <int K>
+  static constexpr int windows() {
+    return K == 4 ? 2 : 1;
+  }
+  template <class S, int K>
+  static constexpr size_t stride() {
+    return 128 * windows<K>();
   }
 };
 
@@ -143,18 +176,103 @@ GLM53_INLINE void load_native(const uint8_t* tile, size_t next, Vec<S>* r) {
   }
 }
 
-/* R[-1] of a tile. */
 template <class S, int K, class Columns>
-GLM53_INLINE Vec<S> halfwords_before(const uint8_t* tile) {
-  return S::move_up(Columns::template load<S, K>(tile, K - 1));
+struct HeldHalfwords {
+  Vec<S> before; /* R[-1] */
+  GLM53_INLINE void enter(const uint8_t* tile) { before = S::move_up(Columns::template load<S, K>(tile, K - 1)); }
+  template <int P>
+  GLM53_INLINE void states(const uint8_t* tile, Vec<S>& n0, Vec<S>& n1) const {
+    n0 = state<S, K, pair_state(P), Columns>(tile, before);
+    n1 = state<S, K, pair_state(P) + 4, Columns>(tile, before);
+  }
+};
+
+/* Offset in a tile of the 64 bytes in which lanes 0..7 (half 0) or 8..15 find what a window needs. */
+template <int K>
+constexpr int lane_load(int half, int window) {
+  if (K == 2 || half == 0) return 0;
+  return K == 3 ? 32 : window == 0 ? 60 : 64;
 }
 
-/* Adds byte sums times inputs of one row to two vectors of columns (0-7 and 8-15). */
+/* Where a quadword's bytes lie in those 64, by half and window. */
+struct LaneBytes {
+  alignas(64) uint8_t at[2][2][64];
+};
+template <int K>
+constexpr LaneBytes lane_bytes() {
+  LaneBytes bytes = {};
+  const int windows = LaneColumns::windows<K>();
+  for (int half = 0; half < 2; ++half) {
+    for (int window = 0; window < windows; ++window) {
+      for (int i = 0; i < 64; ++i) {
+        const int last = K * (window + 1) / windows - 1; /* a quadword's lowest halfword, the newest of the window */
+        const int behind = i % 8 / 2 <= K / windows ? i % 8 / 2 : 0;
+        const int halfword = (K * (8 * half + i / 8) + last - behind + 16 * K) % (16 * K);
+        const int byte = 2 * (halfword ^ 1) + i % 2 - lane_load<K>(half, window);
+        /* The ring closes: the tile's last word takes the place of the last one loaded. */
+        bytes.at[half][window][i] = static_cast<uint8_t>(byte < 64 ? byte : byte - (32 * K - 64));
+      }
+    }
+  }
+  return bytes;
+}
+
+/* Native tile -> quadwords of lanes. */
+template <class S, int K>
+GLM53_INLINE void load_lanes(const uint8_t* tile, uint8_t* to) {
+  static constexpr LaneBytes kBytes = lane_bytes<K>();
+  for (int window = 0; window < LaneColumns::windows<K>(); ++window) {
+    Vec<S> first = S::load_bytes(tile);
+    if (K > 2 && window == 0) first = S::load_last_word(first, tile + 32 * K - 64);
+    const Vec<S> second = S::load_bytes(tile + lane_load<K>(1, window));
+    S::store_whole(to + 128 * window, S::permute_bytes(kBytes.at[0][window], first));
+    S::store_whole(to + 128 * window + 64, S::permute_bytes(kBytes.at[1][window], second));
+  }
+}
+
+/* Bit offsets at which the bytes of states i, i + 1, i + 4 and i + 5 lie in a lane's quadword, for i = pair_state(2 * step). */
+struct LaneControls {
+  alignas(64) uint8_t at[4][64];
+};
+template <int K>
+constexpr LaneControls lane_controls() {
+  LaneControls controls = {};
+  const int windows = LaneColumns::windows<K>();
+  for (int step = 0; step < 4; ++step) {
+    for (int byte = 0; byte < 64; ++byte) {
+      const int e = byte / 2 % 4;
+      const int i = (pair_state(2 * step) + e % 2 + e / 2 * 4) % (16 / windows);
+      controls.at[step][byte] = static_cast<uint8_t>(16 * K / windows - K * (i + 1) + byte % 2 * 8);
+    }
+  }
+  return controls;
+}
+
+template <class S, int K>
+struct HeldLanes {
+  static constexpr LaneControls kControls = lane_controls<K>();
+  static constexpr int kDistinct = 4 / LaneColumns::windows<K>();
+  Vec<S> controls[kDistinct];
+  GLM53_INLINE HeldLanes() {
+    for (int i = 0; i < kDistinct; ++i) controls[i] = S::load_whole(kControls.at[i]);
+  }
+  GLM53_INLINE void enter(const uint8_t*) {}
+  template <int Step>
+  GLM53_INLINE void states(const uint8_t* tile, Vec<S>& n0, Vec<S>& n1) const {
+    const uint8_t* const window = tile + 128 * (Step / kDistinct);
+    n0 = S::cut(controls[Step % kDistinct], window);
+    n1 = S::cut(controls[Step % kDistinct], window + 64);
+  }
+};
+
+/* Adds byte sums times inputs of one row to two vectors of sums. */
 template <class S>
 struct MultiplySink {
   const int32_t* x;
   Vec<S> low, high;
-  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) { S::multiply_add_two(low, high, b0, b1, S::broadcast(x + index)); }
+  GLM53_INLINE void take(int index, Vec<S> b0, Vec<S> b1) {
+    S::multiply_add_two(low, high, b0, b1, S::broadcast(x + index * S::kInputWords));
+  }
 };
 
 /* Keeps byte sums for several rows. */
@@ -180,9 +298,10 @@ struct HashFactors {
   Vec<S> ones;
 };
 
-/* Pair P is multiplied, pair P + 1 extracted (from the next tile after the last), pair P - 1 leaves as byte sums. */
-template <class S, int K, int P, class Columns, class Sink>
-GLM53_INLINE void step(const uint8_t* tile, Vec<S> before, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
+/* The pair of step P is multiplied, that of step P + 1 extracted (from the next tile after the last), that of step P - 1 leaves as byte
+ * sums. */
+template <class S, int P, class Held, class Sink>
+GLM53_INLINE void step(const uint8_t* tile, const Held& held, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
   Vec<S> h0 = S::add16(q.h0, q.k0);
   S::pin(h0);
   Vec<S> h1 = S::add16(q.h1, q.k1);
@@ -195,10 +314,9 @@ GLM53_INLINE void step(const uint8_t* tile, Vec<S> before, const HashFactors<S>&
   S::pin(e0);
   Vec<S> e1 = S::mul_low(q.s1, factors.low);
   S::pin(e1);
-  constexpr int kNext = pair_state((P + 1) % kPairsPerTile);
   __asm__ volatile("" : "+r"(tile)); /* a load here, not a register kept from the step before */
-  Vec<S> n0 = state<S, K, kNext, Columns>(tile, before);
-  Vec<S> n1 = state<S, K, kNext + 4, Columns>(tile, before);
+  Vec<S> n0, n1;
+  held.template states<(P + 1) % S::kSteps>(tile, n0, n1);
   S::pin(n0);
   S::pin(n1);
   h0 = S::byte_pairs(h0, factors.ones);
@@ -221,38 +339,41 @@ GLM53_INLINE void step(const uint8_t* tile, Vec<S> before, const HashFactors<S>&
   q = {n0, n1, e0, e1, f0, f1, g0, g1};
 }
 
+/* Steps P and later of a tile but the last one. */
+template <class S, int P, class Held, class Sink>
+GLM53_INLINE void steps(const uint8_t* tile, const Held& held, const HashFactors<S>& factors, Pipeline<S>& q, Sink& sink, int index) {
+  if constexpr (P < S::kSteps - 1) {
+    step<S, P>(tile, held, factors, q, sink, index + P);
+    steps<S, P + 1>(tile, held, factors, q, sink, index);
+  }
+}
+
 /* Eight tiles, one below the other (and their right neighbours), from top to bottom. Index -1 of the sink gets zeros. ahead: distance of
  * the bytes to prefetch, 0: none. */
 template <class S, int K, class Columns, class Sink>
 GLM53_INLINE void run_column(const uint8_t* tile, size_t ahead, Sink& sink) {
   const HashFactors<S> factors = {S::set16(static_cast<int16_t>(kMul1Multiplier & 0xFFFFu)),
                                   S::set16(static_cast<int16_t>(kMul1Multiplier >> 16)), S::set8(1)};
-  Vec<S> before = halfwords_before<S, K, Columns>(tile);
+  typename Columns::template Held<S, K> held;
+  held.enter(tile);
   Pipeline<S> q = {};
-  q.s0 = state<S, K, 0, Columns>(tile, before);
-  q.s1 = state<S, K, 4, Columns>(tile, before);
+  held.template states<0>(tile, q.s0, q.s1);
   for (int kt = 0; kt < kColumnTiles; ++kt) {
     for (int t = 0; t < S::kTiles && ahead != 0; ++t) {
       const uint8_t* later = tile + t * kColumnTiles * 32 * K + ahead;
       _mm_prefetch(reinterpret_cast<const char*>(later), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(later + 64), _MM_HINT_T0);
     }
-    const int at = kt * kPairsPerTile;
-    step<S, K, 0, Columns>(tile, before, factors, q, sink, at);
-    step<S, K, 1, Columns>(tile, before, factors, q, sink, at + 1);
-    step<S, K, 2, Columns>(tile, before, factors, q, sink, at + 2);
-    step<S, K, 3, Columns>(tile, before, factors, q, sink, at + 3);
-    step<S, K, 4, Columns>(tile, before, factors, q, sink, at + 4);
-    step<S, K, 5, Columns>(tile, before, factors, q, sink, at + 5);
-    step<S, K, 6, Columns>(tile, before, factors, q, sink, at + 6);
+    const int at = kt * S::kSteps;
+    steps<S, 0>(tile, held, factors, q, sink, at);
     tile += kt + 1 < kColumnTiles ? Columns::template stride<S, K>() : 0; /* the last one is loaded again and not used */
-    before = halfwords_before<S, K, Columns>(tile);
-    step<S, K, 7, Columns>(tile, before, factors, q, sink, at + 7);
+    held.enter(tile);
+    step<S, S::kSteps - 1>(tile, held, factors, q, sink, at + S::kSteps - 1);
   }
   const Vec<S> ones = factors.ones;
   const Vec<S> b0 = S::add16(S::byte_pairs(q.l0, ones), S::byte_pairs(S::add16(q.h0, q.k0), ones));
   const Vec<S> b1 = S::add16(S::byte_pairs(q.l1, ones), S::byte_pairs(S::add16(q.h1, q.k1), ones));
-  sink.take(kBlockPairs - 1, b0, b1);
+  sink.take(kBlockSteps<S> - 1, b0, b1);
 }
 
 /* What one row contributes beside its sums. */
@@ -272,8 +393,8 @@ GLM53_INLINE void add_to_z(__m256i raw, const RowFactors& row, float* z) {
 template <class S>
 GLM53_INLINE void add_columns(Vec<S> low, Vec<S> high, const RowFactors& row, float* z) {
   for (int t = 0; t < S::kTiles; ++t) {
-    add_to_z(S::part(low, t), row, z + 16 * t);
-    add_to_z(S::part(high, t), row, z + 16 * t + 8);
+    add_to_z(S::columns_0_7(low, high, t), row, z + 16 * t);
+    add_to_z(S::columns_8_15(low, high, t), row, z + 16 * t + 8);
   }
 }
 
@@ -283,12 +404,12 @@ void multiply_rows(const BlockScratch<S>& block, int first, const RowFactors* ro
   Vec<S> low[Rows], high[Rows];
   for (int m = 0; m < Rows; ++m) low[m] = high[m] = S::zero();
 #pragma GCC unroll 2
-  for (int i = 0; i < kBlockPairs; ++i) {
+  for (int i = 0; i < kBlockSteps<S>; ++i) {
     const Vec<S> w0 = block.weights[i][0];
     const Vec<S> w1 = block.weights[i][1];
 #pragma GCC unroll 8
     for (int m = 0; m < Rows; ++m) {
-      const Vec<S> inputs = S::broadcast(&block.x[first + m][i]);
+      const Vec<S> inputs = S::broadcast(&block.x[first + m][i * S::kInputWords]);
       low[m] = S::multiply_add(low[m], w0, inputs);
       high[m] = S::multiply_add(high[m], w1, inputs);
     }
@@ -328,12 +449,23 @@ void multiply_any(const BlockScratch<S>& block, int num_rows, const RowFactors* 
 }
 
 /* Inputs 16 at a time into the order of the pairs: (r, r + 4) for r = 0, 1, 8, 9, 2, 3, 10, 11. */
-GLM53_INLINE void order_inputs(const int16_t* q, int32_t* x) {
+GLM53_INLINE void order_pairs(const int16_t* q, int32_t* x) {
   const __m256i control = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   for (int kt = 0; kt < kColumnTiles; ++kt) {
     const __m256i rows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 16 * kt));
     const __m256i pairs = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(rows, control), 0xD8);
     _mm256_store_si256(reinterpret_cast<__m256i*>(x + 8 * kt), pairs);
+  }
+}
+
+/* The same for lanes: (r, r + 1) twice, for columns c and c + 8 of an even lane, then (r + 4, r + 5) of an odd one, for r = 0, 8, 2, 10. */
+GLM53_INLINE void order_quads(const int16_t* q, int32_t* x) {
+  const __m256i first = _mm256_setr_epi32(0, 0, 2, 2, 4, 4, 6, 6);
+  const __m256i second = _mm256_setr_epi32(1, 1, 3, 3, 5, 5, 7, 7);
+  for (int kt = 0; kt < kColumnTiles; ++kt) {
+    const __m256i rows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + 16 * kt));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(x + 16 * kt), _mm256_permutevar8x32_epi32(rows, first));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(x + 16 * kt + 8), _mm256_permutevar8x32_epi32(rows, second));
   }
 }
 
@@ -351,15 +483,19 @@ void column(const uint8_t* tile, size_t ahead, BlockScratch<S>& block, int num_r
   multiply_any<S>(block, num_rows, rows, z);
 }
 
-/* One row of tiles of a native block -> interleaved columns. The rows of a matrix lie a multiple of 4 KiB apart, so that a walk down a
+/* One row of tiles of a native block -> columns. The rows of a matrix lie a multiple of 4 KiB apart, so that a walk down a
  * column would keep throwing its own lines out of the first cache; this reads along the row. to: place of the row's first tile. ahead:
  * bytes to prefetch at. */
-template <class S, int K>
+template <class S, int K, class Columns>
 void rearrange_row(const uint8_t* row, size_t ahead, uint8_t* to) {
   constexpr size_t kTileBytes = 32 * K;
   constexpr size_t kRowBytes = kColumnTiles * kTileBytes; /* of native tiles, and from one column of vectors to the next tile's place */
   for (size_t line = 0; line < kRowBytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(row + ahead + line), _MM_HINT_T0);
-  if constexpr (K == 2 || K == 3 || K == 4) {
+  if constexpr (std::is_same_v<Columns, LaneColumns>) {
+    for (int tile = 0; tile < kColumnTiles; ++tile) {
+      load_lanes<S, K>(row + tile * kTileBytes, to + tile * kColumnTiles * Columns::template stride<S, K>());
+    }
+  } else if constexpr (K == 2 || K == 3 || K == 4) {
     for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
       Vec<S> r[K + 1];
       load_native<S, K>(row + tile * kTileBytes, kTileBytes, r);
@@ -376,23 +512,24 @@ void rearrange_row(const uint8_t* row, size_t ahead, uint8_t* to) {
   }
 }
 
-template <class S, int K>
+template <class S, int K, class Columns>
 void band_of(const BandArgs& args) {
   BlockScratch<S>& block = *static_cast<BlockScratch<S>*>(args.scratch);
-  const bool planar = args.layout == MOE_LAYOUT_PLANAR;
+  constexpr bool kPlanar = std::is_same_v<Columns, PlanarColumns>;
   constexpr size_t kTileBytes = 32 * K;
-  constexpr size_t kBlockBytes = kBlockPairs / kPairsPerTile * kColumnTiles * kTileBytes;
-  const size_t stride = args.out_tiles * kTileBytes; /* native: to the row of tiles below */
+  constexpr size_t kBlockBytes = kColumnTiles * kColumnTiles * kTileBytes;
+  constexpr size_t kStride = Columns::template stride<S, K>();
+  const size_t row_bytes = args.out_tiles * kTileBytes; /* native: to the row of tiles below */
   const uint8_t* top =
-      reinterpret_cast<const uint8_t*>(args.trellis) + args.band * (planar ? args.in_blocks * kBlockBytes : kColumnTiles * kTileBytes);
+      reinterpret_cast<const uint8_t*>(args.trellis) + args.band * (kPlanar ? args.in_blocks * kBlockBytes : kColumnTiles * kTileBytes);
   const uint32_t length = group_blocks(args.in_blocks);
   const uint32_t end = args.end_group * length < args.in_blocks ? args.end_group * length : args.in_blocks;
   const int num_rows = static_cast<int>(args.rows);
   const auto rearrange = [&](uint32_t b, int kt) {
-    rearrange_row<S, K>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * stride, kRowsAhead * stride,
-                        block.columns[b % 2] + kt * S::kTiles * kTileBytes);
+    rearrange_row<S, K, Columns>(top + (static_cast<size_t>(b) * kColumnTiles + kt) * row_bytes, kRowsAhead * row_bytes,
+                                 block.columns[b % 2] + kt * kStride);
   };
-  if (!planar && args.first_group * length < end) { /* late groups may be empty */
+  if (!kPlanar && args.first_group * length < end) { /* late groups may be empty */
     for (int kt = 0; kt < kColumnTiles; ++kt) rearrange(args.first_group * length, kt);
   }
   for (uint32_t b = args.first_group * length; b < end; ++b) {
@@ -401,46 +538,77 @@ void band_of(const BandArgs& args) {
       const int32_t sum = args.sum[m * args.in_blocks + b];
       rows[m] = {static_cast<int32_t>(510u * static_cast<uint32_t>(sum)), -238.0f * static_cast<float>(sum),
                  args.scale[m * args.in_blocks + b] * kTwoPow17Inv};
-      order_inputs(args.q + (static_cast<size_t>(m) * args.in_blocks + b) * kBlock, block.x[m]);
+      const int16_t* const q = args.q + (static_cast<size_t>(m) * args.in_blocks + b) * kBlock;
+      if constexpr (std::is_same_v<Columns, LaneColumns>) {
+        order_quads(q, block.x[m]);
+      } else {
+        order_pairs(q, block.x[m]);
+      }
     }
     float* z = args.groups + static_cast<size_t>(b / length) * args.rows * kBlock;
     for (int tile = 0; tile < kColumnTiles; tile += S::kTiles) {
-      const size_t at = tile * kColumnTiles * kTileBytes;
-      if (planar) {
-        column<S, K, PlanarColumns>(top + b * kBlockBytes + at, 2 * kBlockBytes, block, num_rows, rows, z + 16 * tile);
-        continue;
+      if constexpr (kPlanar) {
+        const uint8_t* const at = top + b * kBlockBytes + tile * kColumnTiles * kStride;
+        column<S, K, Columns>(at, 2 * kBlockBytes, block, num_rows, rows, z + 16 * tile);
+      } else {
+        if (b + 1 < end) {
+          for (int t = 0; t < S::kTiles; ++t) rearrange(b + 1, tile + t);
+        }
+        const uint8_t* const at = block.columns[b % 2] + tile / S::kTiles * kColumnTiles * kStride;
+        column<S, K, Columns>(at, 0, block, num_rows, rows, z + 16 * tile);
       }
-      if (b + 1 < end) {
-        for (int t = 0; t < S::kTiles; ++t) rearrange(b + 1, tile + t);
-      }
-      column<S, K, InterleavedColumns>(block.columns[b % 2] + at, 0, block, num_rows, rows, z + 16 * tile);
     }
   }
 }
 
 template <class S>
-void band_mul1(const BandArgs& args) {
+void clear_groups(const BandArgs& args) {
   static_assert(sizeof(BlockScratch<S>) <= kBandScratchBytes, "the scratch of a band is too small");
   const uint32_t num_groups = args.end_group - args.first_group;
   memset(args.groups + static_cast<size_t>(args.first_group) * args.rows * kBlock, 0, num_groups * args.rows * kBlock * sizeof(float));
+}
+
+template <class S, class Columns>
+void band_any(const BandArgs& args) {
   switch (args.k) {
     case 1:
-      return band_of<S, 1>(args);
+      return band_of<S, 1, Columns>(args);
     case 2:
-      return band_of<S, 2>(args);
+      return band_of<S, 2, Columns>(args);
     case 3:
-      return band_of<S, 3>(args);
+      return band_of<S, 3, Columns>(args);
     case 4:
-      return band_of<S, 4>(args);
+      return band_of<S, 4, Columns>(args);
     case 5:
-      return band_of<S, 5>(args);
+      return band_of<S, 5, Columns>(args);
     case 6:
-      return band_of<S, 6>(args);
+      return band_of<S, 6, Columns>(args);
     case 7:
-      return band_of<S, 7>(args);
+      return band_of<S, 7, Columns>(args);
     default:
-      return band_of<S, 8>(args);
+      return band_of<S, 8, Columns>(args);
   }
+}
+
+template <class S>
+void band_mul1(const BandArgs& args) {
+  clear_groups<S>(args);
+  if (args.layout == MOE_LAYOUT_PLANAR) {
+    band_any<S, PlanarColumns>(args);
+  } else {
+    band_any<S, InterleavedColumns>(args);
+  }
+}
+
+/* Native records of 2, 3 or 4 bits with traits of lanes; false: another record. */
+template <class S>
+bool band_mul1_lanes(const BandArgs& args) {
+  if (args.layout == MOE_LAYOUT_PLANAR || args.k < 2 || args.k > 4) return false;
+  clear_groups<S>(args);
+  if (args.k == 2) band_of<S, 2, LaneColumns>(args);
+  if (args.k == 3) band_of<S, 3, LaneColumns>(args);
+  if (args.k == 4) band_of<S, 4, LaneColumns>(args);
+  return true;
 }
 
 }  // namespace

@@ -15,6 +15,8 @@ namespace {
 struct Vectors256 {
   using V = __m256i;
   static constexpr int kTiles = 1;
+  static constexpr int kSteps = 8;      /* pairs of states (i, i + 4) */
+  static constexpr int kInputWords = 1; /* an input pair for all columns */
   static constexpr int kRowsAtOnce = 4; /* 8 sums, 2 weights, an input and a product: 16 registers have room for no more */
 
   static GLM53_INLINE void pin(V& v) { __asm__ volatile("" : "+x"(v)); }
@@ -50,7 +52,8 @@ struct Vectors256 {
   static GLM53_INLINE V unpack_high64(V a, V b) { return _mm256_unpackhi_epi64(a, b); }
   /* Lane l takes lane l - 1, lane 0 takes lane 15. */
   static GLM53_INLINE V move_up(V a) { return _mm256_alignr_epi8(a, _mm256_permute2x128_si256(a, a, 1), 14); }
-  static GLM53_INLINE __m256i part(V a, int) { return a; }
+  static GLM53_INLINE __m256i columns_0_7(V low, V, int) { return low; }
+  static GLM53_INLINE __m256i columns_8_15(V, V high, int) { return high; }
 };
 
 }  // namespace

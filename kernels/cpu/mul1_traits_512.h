@@ -15,6 +15,8 @@ namespace {
 struct Vectors512 {
   using V = __m512i;
   static constexpr int kTiles = 2;
+  static constexpr int kSteps = 8;      /* pairs of states (i, i + 4) */
+  static constexpr int kInputWords = 1; /* an input pair for all columns */
   static constexpr int kRowsAtOnce = 8; /* 16 of the 32 registers hold sums */
 
   static GLM53_INLINE void pin(V& v) { __asm__ volatile("" : "+v"(v)); }
@@ -50,6 +52,10 @@ struct Vectors512 {
   static GLM53_INLINE V unpack_high64(V a, V b) { return _mm512_unpackhi_epi64(a, b); }
   /* In each half, lane l takes lane l - 1 and lane 0 takes lane 15. */
   static GLM53_INLINE V move_up(V a) { return _mm512_alignr_epi8(a, _mm512_shuffle_i64x2(a, a, 0xB1), 14); }
+  static GLM53_INLINE __m256i columns_0_7(V low, V, int tile) { return part(low, tile); }
+  static GLM53_INLINE __m256i columns_8_15(V, V high, int tile) { return part(high, tile); }
+
+ private:
   static GLM53_INLINE __m256i part(V a, int half) { return half == 0 ? _mm512_castsi512_si256(a) : _mm512_extracti64x4_epi64(a, 1); }
 };
 

@@ -24,6 +24,8 @@ struct Wide {
     __m256i left, right;
   };
   static constexpr int kTiles = 2;
+  static constexpr int kSteps = 8;
+  static constexpr int kInputWords = 1;
   static constexpr int kRowsAtOnce = 8;
 
   static void pin(V&) {}
@@ -59,7 +61,8 @@ struct Wide {
   static V unpack_low64(V a, V b) { return {Half::unpack_low64(a.left, b.left), Half::unpack_low64(a.right, b.right)}; }
   static V unpack_high64(V a, V b) { return {Half::unpack_high64(a.left, b.left), Half::unpack_high64(a.right, b.right)}; }
   static V move_up(V a) { return {Half::move_up(a.left), Half::move_up(a.right)}; }
-  static __m256i part(V a, int half) { return half == 0 ? a.left : a.right; }
+  static __m256i columns_0_7(V low, V, int tile) { return tile == 0 ? low.left : low.right; }
+  static __m256i columns_8_15(V, V high, int tile) { return tile == 0 ? high.left : high.right; }
   static __m256i sum(__m256i sum, __m256i a, __m256i b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
   static V multiply_add(V s, V a, V b) { return {sum(s.left, a.left, b.left), sum(s.right, a.right, b.right)}; }
   static void multiply_add_two(V& low, V& high, V a, V b, V x) {
@@ -68,11 +71,62 @@ struct Wide {
   }
 };
 
+/* Wide for lanes: the byte permutation and the multishift in scalar code. */
+struct WideLanes : Wide {
+  static constexpr int kTiles = 1;
+  static constexpr int kSteps = 4;
+  static constexpr int kInputWords = 4;
+
+  static V load_bytes(const uint8_t* at) {
+    alignas(64) uint8_t bytes[64];
+    memcpy(bytes, at, sizeof bytes);
+    return load_whole(bytes);
+  }
+  static V load_last_word(V a, const uint8_t* at) {
+    alignas(64) uint8_t bytes[64];
+    store_whole(bytes, a);
+    memcpy(bytes + 60, at + 60, 4);
+    return load_whole(bytes);
+  }
+  static V permute_bytes(const uint8_t* places, V a) {
+    alignas(64) uint8_t from[64], to[64];
+    store_whole(from, a);
+    for (int i = 0; i < 64; ++i) to[i] = from[places[i] % 64];
+    return load_whole(to);
+  }
+  static V cut(V control, const uint8_t* quadwords) {
+    alignas(64) uint8_t offsets[64], to[64];
+    store_whole(offsets, control);
+    for (int i = 0; i < 64; ++i) {
+      uint64_t quadword;
+      memcpy(&quadword, quadwords + i / 8 * 8, sizeof quadword);
+      const int offset = offsets[i] % 64;
+      to[i] = static_cast<uint8_t>(offset == 0 ? quadword : quadword >> offset | quadword << (64 - offset));
+    }
+    return load_whole(to);
+  }
+  static V broadcast(const int32_t* x) {
+    const __m256i four = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(x)));
+    return {four, four};
+  }
+  static __m256i columns_0_7(V low, V high, int) { return columns(low, high, 0); }
+  static __m256i columns_8_15(V low, V high, int) { return columns(low, high, 1); }
+  static __m256i columns(V low, V high, int first) {
+    alignas(64) uint32_t from[32];
+    store_whole(reinterpret_cast<uint8_t*>(from), low);
+    store_whole(reinterpret_cast<uint8_t*>(from + 16), high);
+    alignas(32) uint32_t to[8];
+    for (int c = 0; c < 8; ++c) to[c] = from[4 * c + first] + from[4 * c + 2 + first];
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(to));
+  }
+};
+
 struct alignas(64) Scratch {
   uint8_t bytes[kBandScratchBytes];
 };
 
-/* One matrix of in_blocks x 2 bands with random bits; true when both bands have the scalar kernel's bits for this number of rows. */
+/* One matrix of in_blocks x 2 bands with random bits; true when both bands have the scalar kernel's bits for this number of rows, computed
+ * by every way that there is for it. */
 bool equal(std::mt19937_64& random, uint32_t k, uint32_t in_blocks, uint32_t rows, uint32_t layout, Scratch* scratch) {
   const uint32_t out_tiles = 2 * kBlockTiles;
   std::vector<uint16_t> trellis(size_t{in_blocks} * kBlockTiles * out_tiles * 16 * k);
@@ -93,6 +147,11 @@ bool equal(std::mt19937_64& random, uint32_t k, uint32_t in_blocks, uint32_t row
     args.groups = found.data();
     band_mul1<Wide>(args);
     if (memcmp(expected.data(), found.data(), expected.size() * sizeof(float)) != 0) return false;
+    std::vector<float> lanes(expected.size(), 7.0f);
+    args.groups = lanes.data();
+    const bool has_lanes = band_mul1_lanes<WideLanes>(args);
+    if (has_lanes != (layout == MOE_LAYOUT_NATIVE && k >= 2 && k <= 4)) return false;
+    if (has_lanes && memcmp(expected.data(), lanes.data(), expected.size() * sizeof(float)) != 0) return false;
   }
   return true;
 }
