@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cli.doctor import network
-from cli.doctor.findings import Finding, fail, ok
+from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import Machine
 from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.gateway.access.keys import read_keys
 from services.gateway.fleet.members import addresses_of
 from services.gateway.settings import GatewaySettings
+from services.gateway.shared.link import problem_of
 
 
 def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
@@ -47,7 +49,14 @@ def _redis(url: str) -> Iterator[Finding]:
         parts, host, port = None, None, 0
     if parts is None or parts.scheme not in ("redis", "rediss", "unix") or (parts.scheme != "unix" and not host):
         yield fail("Redis", "GLM53_REDIS_URL is no redis:// URL", "Use redis://[:password@]host:6379/0.")
-    elif host:
-        yield from network.reach(
-            "Redis", host, port, "Start it, or see its network policy; until then each gateway counts limits by itself."
-        )
+    else:
+        where = f"{host}:{port}" if host else parts.path
+        # One that can be reached may still refuse. It may be away for a while without harm.
+        problem = asyncio.run(problem_of(url, network.CONNECT_S))
+        if problem:
+            fix = "Start it, see its network policy, or put what it asks for into GLM53_REDIS_URL"
+            yield warn(
+                "Redis", f"{where} does not answer as it should: {problem}", f"{fix}; until then each gateway counts limits by itself."
+            )
+        else:
+            yield ok("Redis", f"{where} answers")

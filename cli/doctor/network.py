@@ -8,7 +8,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator, Mapping
 
-from cli.doctor.findings import Finding, fail, ok, warn
+from cli.doctor.findings import Finding, fail, ok
 from cli.probe import SILENT, worker_question
 from services.common.errors import ConfigError
 
@@ -93,12 +93,3 @@ def _get(host: str, port: int, path: str) -> tuple[str, bytes] | None:
         return None
     finally:
         connection.close()
-
-
-def reach(what: str, host: str, port: int, fix: str) -> Iterator[Finding]:
-    """An address that may be unreachable for a while without harm."""
-    try:
-        with socket.create_connection((host, port), timeout=CONNECT_S):
-            yield ok(what, f"{host}:{port} answers")
-    except OSError as error:
-        yield warn(what, f"{host}:{port} does not answer: {error.strerror or error}", fix)

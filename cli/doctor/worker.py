@@ -45,10 +45,16 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     if pinned:
         yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"), needed=settings.device != "auto")
     yield from hardware.cpu(machine, settings.mode)
-    yield from sharedmem.in_use(settings.shm_dir, settings.instance, lambda: network.running(env))
+    yield from sharedmem.in_use(settings.shm_dir, settings.instance, lambda: network.running(env) or _answers(settings))
     unusable = list(sharedmem.folder(settings.shm_dir))
     yield from unusable
     yield from _records(settings, machine, pinned=pinned, measure_room=not unusable)
+
+
+def _answers(settings: GpuWorkerSettings) -> str | None:
+    """Whether a worker runs where these settings put it: in a container there is no gateway to ask."""
+    unix = settings.worker_address.startswith("unix:")
+    return None if unix else network.worker(*split_address(settings.worker_address))
 
 
 def wants_gpu(settings: GpuWorkerSettings) -> bool:

@@ -15,6 +15,7 @@ from fastapi.telemetry import TelemetryConfig
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from services.common import otel
 from services.common.errors import ConfigError, Glm53Error, InvalidRequest
@@ -91,9 +92,10 @@ def create_app(
     app.state.services = services
     app.state.stores = Stores.of(services.link)
     app.router.routes.extend(routes.plain_routes)
-    for module in (routes, native, responses, anthropic, openapi):
+    services.metrics.serves(route.path for route in routes.plain_routes)
+    for module in (routes, native, responses, anthropic, openapi, admin):
         app.include_router(module.router)
-    app.include_router(admin.router)
+        services.metrics.serves(route.path for route in module.router.routes if isinstance(route, Route))
     # The last one added is the first one asked.
     app.add_middleware(
         AccessControl,

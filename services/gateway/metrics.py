@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from services.common.errors import Cancelled, Glm53Error
+from services.common.errors import ERROR_TYPES, Cancelled, Glm53Error
+from services.gateway import errors
 from services.gateway.answers import Answer
 from services.gateway.choices import Choices
 from services.gateway.schemas import UNKNOWN_FIELDS
@@ -17,6 +19,27 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 _TOKEN_BUCKETS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+# What is refused before it becomes a request, or by a key's limit.
+_REFUSALS = (
+    errors.AuthenticationFailed,
+    errors.PermissionDenied,
+    errors.ModelNotAllowed,
+    errors.RateLimited,
+    errors.HeadersTooLarge,
+    errors.UrlTooLong,
+    errors.InvalidHttp,
+    errors.UnsupportedHttp,
+    errors.MethodNotAllowed,
+    errors.RequestTimeout,
+    errors.TooManyConnections,
+)
+# With what a stream ends by no fault of its client.
+_STREAM_ERRORS: tuple[type[Glm53Error], ...] = (
+    errors.ShuttingDown,
+    *(cls for cls in ERROR_TYPES.values() if errors.http_of(cls("")).status >= 500),
+)
+# Answers that are a fault of ours: no refusal (503), and nothing that a client did (501).
+_FAILURES = ("500", "504")
 
 
 class GatewayMetrics:
@@ -52,6 +75,18 @@ class GatewayMetrics:
         self.prompt_size = histogram("request_prompt_tokens", "Prompt tokens of one finished generation.", _TOKEN_BUCKETS)
         self.completion_size = histogram("request_completion_tokens", "Generated tokens of one finished generation.", _TOKEN_BUCKETS)
         self.duration_s = histogram("generation_seconds", "From the request to the end of its generation.")
+        # A rate sees the first error only where its series stood at nought before.
+        for stream_error in _STREAM_ERRORS:
+            self.stream_errors.labels(stream_error.code)
+        for refusal in _REFUSALS:
+            self.refusals.labels(refusal.code)
+        self.serves(["unknown"])
+
+    def serves(self, routes: Iterable[str]) -> None:
+        """Names the routes that there are, so that their first failure is seen too."""
+        for route in routes:
+            for status in _FAILURES:
+                self.responses.labels(route, status)
 
     def generation_ended(self, choices: Choices, answer: Answer, error: Glm53Error | None, *, streamed: bool) -> None:
         """Counts the generations of one request, however they ended."""
@@ -89,7 +124,7 @@ class GatewayMetrics:
         values: dict[str, Any] = {"uptime_s": round(time.monotonic() - self._started, 3)}
         for family in self.registry.collect():
             for sample in family.samples:
-                if sample.name.endswith(("_bucket", "_created")):
+                if sample.name.endswith(("_bucket", "_created")) or (sample.labels and not sample.value):
                     continue
                 name = sample.name.removeprefix("glm53_gateway_")
                 labels = "".join(f"{{{'/'.join(sample.labels.values())}}}" if sample.labels else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -13,6 +15,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat, completions
 from services.gateway.accept import Ready, check_model, read_body, ready_for, services_of
 from services.gateway.access.keys import ApiKey
+from services.gateway.beside import by_size, prepared
 from services.gateway.idempotency import once
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.plain_route import PlainRoute
@@ -22,6 +25,8 @@ from services.gateway.schemas import ChatRequest, CompletionRequest, RequestT, p
 from services.gateway.services import Services
 
 router = APIRouter()
+# Prometheus waits four seconds for a scrape (deploy/prometheus).
+_SCRAPE_S = 2.0
 
 
 async def chat_completions(request: Request) -> Response:
@@ -31,7 +36,7 @@ async def chat_completions(request: Request) -> Response:
     async def answer() -> Response:
         body, ready = await _accepted(request, ChatRequest, raw)
         services = services_of(request)
-        job = await chat.prepare(body, ready.info, ready.language, services.settings, request.state.request_id)
+        job = await prepared(chat.prepare, body, ready.info, ready.language, services.settings, request.state.request_id)
         return await respond(request, services, job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -43,7 +48,7 @@ async def text_completions(request: Request) -> Response:
 
     async def answer() -> Response:
         body, ready = await _accepted(request, CompletionRequest, raw)
-        job = await completions.prepare(body, ready.info, ready.language, request.state.request_id)
+        job = await prepared(completions.prepare, body, ready.info, ready.language, request.state.request_id)
         return await respond(request, services_of(request), job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -111,11 +116,12 @@ async def metrics(request: Request) -> Response:
     """Prometheus text: the gateway's counters, then the worker's."""
     services = services_of(request)
     _set_gauges(services)
-    try:
-        engine = (await services.client.stats()).prometheus_text if services.settings.worker_metrics else b""
-    except Glm53Error:
-        # The scrape must not fail with the worker: glm53_gateway_worker_up tells.
-        engine = b""
+    engine = b""
+    # The scrape must not fail with the worker, nor wait for one that hangs: glm53_gateway_worker_up tells.
+    with contextlib.suppress(Glm53Error, TimeoutError):
+        if services.settings.worker_metrics:
+            async with asyncio.timeout(_SCRAPE_S):
+                engine = (await services.client.stats()).prometheus_text
     return Response(services.metrics.text() + engine, media_type=CONTENT_TYPE)
 
 
@@ -128,7 +134,7 @@ def _set_gauges(services: Services) -> None:
 
 async def _accepted(request: Request, schema: type[RequestT], raw: dict[str, Any]) -> tuple[RequestT, Ready]:
     """Checks a request as far as that needs no prompt."""
-    body = parse(schema, raw)
+    body = await by_size(parse, schema, raw)
     refuse_unsupported(body)
     return body, await ready_for(request, body.model)
 

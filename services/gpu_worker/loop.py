@@ -214,6 +214,7 @@ class EngineLoop:
         for request in cancelled:
             self._end(request, RequestState.CANCELLED)
         for request in expired:
+            self.metrics.queue_wait.observe(now - request.times.submitted)
             waited = f"waited {now - request.times.submitted:.1f} s in the queue, longer than its {request.spec.queue_timeout_s:g} s"
             self._fail(request, QueueTimeout(f"the request {waited}: try again later", retry_after_s=wait_s))
 

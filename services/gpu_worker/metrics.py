@@ -33,6 +33,7 @@ class EngineMetrics:
         r = self.registry
         self.requests_received = Counter("glm53_requests_received", "Requests that came into the queue.", registry=r)
         self._ended = Counter("glm53_requests", "Requests that ended, by outcome.", ["outcome"], registry=r)
+        self.outcomes()  # makes the series: a rate sees the first failure only where they stood at nought before
         self.prefill_tokens = Counter("glm53_prefill_tokens", "Prompt tokens computed.", registry=r)
         self.decode_tokens = Counter("glm53_decode_tokens", "Tokens sampled.", registry=r)
         self.decode_steps = Counter("glm53_decode_steps", "Decode passes.", registry=r)

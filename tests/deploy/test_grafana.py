@@ -238,7 +238,6 @@ STILL = {
     "glm53_queue_depth": "requests wait only under more load than this",
     "glm53_slow_readers_total": "the gateway here reads",
     "glm53_gateway_slow_readers_total": "every client here reads",
-    "glm53_gateway_stream_errors_total": "one stream breaks, and a series that begins at one has no rate before the second",
     "glm53_cpu_lane_aborts_total": "no job is given up on a sound machine",
     "glm53_recomputed_picks_total": "no job is given up on a sound machine",
     "glm53_checksum_failures_total": "no record is damaged",

@@ -150,6 +150,8 @@ class FakeWorker(pb_grpc.WorkerServicer):
         return pb.GetTokenizerResponse(sha256=sha256, tokenizer_json=TOKENIZER_JSON, chat_template=self.chat_template)
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        while self.frozen:
+            await asyncio.sleep(0.01)
         body = {"engine": {"running": len(self.live)}, "expert_cache": [{"slots": 3}]}
         return pb.StatsResponse(json=json.dumps(body), prometheus_text=b"# TYPE glm53_slots gauge\nglm53_slots 3\n")
 

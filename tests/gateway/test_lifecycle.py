@@ -17,9 +17,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.errors import EngineFailed
+from services.common.errors import ERROR_TYPES, DeadlineExceeded, EngineFailed
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat
+from services.gateway.errors import http_of
 from tests.gateway.events import Streamed, chat_body, stream
 from tests.gateway.fake_worker import Fail, Finish, Forever, Say, Wait
 from tests.gateway.stack import Stack, until
@@ -133,6 +134,53 @@ def test_metrics_survive_a_lost_worker() -> None:
     try:
         assert sample(stack, "glm53_gateway_worker_up") == 0
         check_error(stack.http.get("/stats"), None, 503)
+    finally:
+        stack.close()
+
+
+def test_metrics_do_not_wait_for_a_worker_that_hangs() -> None:
+    """Prometheus would give up, and take the gateway for gone: the answer comes in time, and says whose fault it is."""
+    stack = Stack(connect_timeout_s=20.0)
+    try:
+        until(lambda: sample(stack, "glm53_gateway_worker_up") == 1, "the worker is known")
+        stack.worker.frozen = True
+        began = time.monotonic()
+        assert "glm53_slots" not in stack.http.get("/metrics").text
+        assert time.monotonic() - began < 4  # scrape_timeout of deploy/prometheus
+        stack.worker.frozen = False
+        assert sample(stack, "glm53_slots") == 3
+    finally:
+        stack.close()
+
+
+def test_failures_are_counted_in_series_that_were_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate says nothing of a series' first value: of the first failure of any kind the alerts would never hear."""
+
+    async def broken(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    stack = Stack()
+    try:
+        before = {line.rpartition(" ")[0] for line in stack.http.get("/metrics").text.splitlines()}
+        kinds = [cls for cls in ERROR_TYPES.values() if http_of(cls("")).status >= 500]
+        for error in kinds:
+            stack.play(Say("a"), Fail(error("x")))
+            stream(stack)
+        stack.play(Fail(EngineFailed("x")))
+        stack.post()
+        stack.play(Fail(DeadlineExceeded("x")))
+        stack.post()
+        monkeypatch.setattr("services.gateway.native.read_body", broken)
+        assert stack.http.post("/tokenize", json={}).status_code == 500
+        counted = [
+            name for name, _, value in (line.rpartition(" ") for line in stack.http.get("/metrics").text.splitlines()) if value != "0.0"
+        ]
+        failed = [name for name in counted if 'status="50' in name and "_created" not in name]
+        ended = [name for name in counted if name.startswith("glm53_gateway_stream_errors_total{")]
+        assert len(ended) == len({error.code for error in kinds})
+        assert len(failed) >= 3
+        assert set(failed) | set(ended) <= before
+        assert not [name for name, value in stack.http.get("/stats").json()["gateway"].items() if "{" in name and not value]
     finally:
         stack.close()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import redis
 from grpc_health.v1 import health, health_pb2_grpc
 
 from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, store, worker
@@ -32,6 +33,7 @@ from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
 from services.common import memory
 from services.gpu_worker.settings import GpuWorkerSettings
+from tests.gateway.redis_server import RedisServer
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = "fpu sse2 avx avx2 fma f16c"
@@ -467,15 +469,17 @@ def test_a_port_of_somebody_elses_server_is_refused(tmp_path: Path, body: str) -
         assert "address" in failed(worker.check(worker_env(tmp_path, GLM53_WORKER_HTTP=f"127.0.0.1:{port}"), host(tmp_path)))
 
 
-def test_a_running_worker_is_recognised_by_its_health(tmp_path: Path) -> None:
-    """A gRPC server with a health service on GLM53_WORKER_ADDRESS is one; a mute socket is not."""
+def test_a_running_worker_is_recognised_by_its_health(tmp_path: Path, arena: Arena) -> None:
+    """A gRPC server with a health service on GLM53_WORKER_ADDRESS is one, and the arena is its own, with no gateway in its container."""
+    assert arena
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     env = worker_env(tmp_path, GLM53_WORKER_ADDRESS=f"127.0.0.1:{port}")
-    assert "address" not in failed(worker.check(env, host(tmp_path)))
+    assert not {"address", "instance"} & failed(worker.check({**env, "PORT": "1"}, host(tmp_path))).keys()
     server.stop(None).wait()
+    assert "instance" in failed(worker.check({**env, "PORT": "1"}, host(tmp_path)))
 
 
 def test_the_instance_of_our_own_running_server_is_no_fault(tmp_path: Path, arena: Arena) -> None:
@@ -537,6 +541,27 @@ def test_keys_and_redis_of_the_gateway(tmp_path: Path) -> None:
         closed.bind(("127.0.0.1", 0))
         env = {"PORT": "0", "GLM53_REDIS_URL": f"redis://127.0.0.1:{closed.getsockname()[1]}/0"}
         assert "does not answer" in warned(gateway.check(env, host(tmp_path)))["Redis"].message
+
+
+def test_a_redis_that_refuses_is_told_from_one_that_answers(tmp_path: Path) -> None:
+    """A connection alone says nothing: the question is asked, with the password of the URL, and what Redis says is passed on."""
+    server = RedisServer()
+    try:
+        env = {"PORT": "0", "GLM53_REDIS_URL": server.url}
+        (found,) = [finding for finding in gateway.check(env, host(tmp_path)) if finding.check == "Redis"]
+        assert (found.level, found.message) == (Level.OK, f"127.0.0.1:{server.port} answers")
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("requirepass", "open sesame")
+        assert "AuthenticationError" in warned(gateway.check(env, host(tmp_path)))["Redis"].message
+        wrong = {**env, "GLM53_REDIS_URL": server.url.replace("//", "//:wrong-one@")}
+        refused = warned(gateway.check(wrong, host(tmp_path)))["Redis"]
+        assert "AuthenticationError" in refused.message
+        assert "GLM53_REDIS_URL" in refused.fix
+        assert "wrong-one" not in refused.message + refused.fix
+        right = {**env, "GLM53_REDIS_URL": server.url.replace("//", "//:open%20sesame@")}
+        assert "Redis" not in warned(gateway.check(right, host(tmp_path)))
+    finally:
+        server.close()
 
 
 # ---- the expert store's place ----------------------------------------------------------------------------------------------------------

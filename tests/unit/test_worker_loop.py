@@ -378,6 +378,17 @@ def test_waiting_too_long_ends_with_queue_timeout() -> None:
     # 100 tokens of the running request, less those it has, at the slowest speed that is ever assumed: half of it must be done.
     assert reader.end.error.retry_after_s == pytest.approx((100 - 2) / 2, abs=1)
     assert [type(event) for event in reader.events] == [Failed]
+    # Else the worse the queue, the better it would look.
+    text = bench.loop.metrics.prometheus_text().decode()
+    assert "glm53_queue_wait_seconds_count 2.0" in text
+    assert 'glm53_queue_wait_seconds_bucket{le="5.0"} 1.0' in text
+
+
+def test_the_first_failure_is_no_new_series() -> None:
+    """Every outcome is counted from nought on: a rate says nothing of a series' first value."""
+    text = Bench().loop.metrics.prometheus_text().decode()
+    for outcome in ("finished", "cancelled", "failed"):
+        assert f'glm53_requests_total{{outcome="{outcome}"}} 0.0' in text
 
 
 def test_scores_cross_chunk_borders() -> None:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 _ERRORS_TO_OPEN = 5
 _PROBE_INTERVAL_S = 5.0
 _MAX_CONNECTIONS = 64
+_MOST_CHARS = 200  # of what an error says
 # Every name of ours in Redis begins so.
 PREFIX = "glm53"
 
@@ -128,7 +129,26 @@ class RedisLink:
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= _ERRORS_TO_OPEN and not self._open:
             self._open = True
-            log.warning("the shared state is away; this gateway goes on by itself: %s", type(error).__name__)
+            log.warning("the shared state is away; this gateway goes on by itself: %s", _reason(error))
+
+
+async def problem_of(url: str, timeout_s: float) -> str:
+    """Asks a server once; why it cannot be used, "" when it can."""
+    client = RedisLink.connect(url, timeout_s).client
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _awaited(client.ping())
+    except (RedisError, OSError, TimeoutError) as error:
+        return _reason(error)
+    finally:
+        await client.aclose()
+    return ""
+
+
+def _reason(error: Exception) -> str:
+    """Kind and beginning of an error's text: what Redis answers can be a page."""
+    text = str(error)
+    return f"{type(error).__name__}: {text[:_MOST_CHARS]}" if text else type(error).__name__
 
 
 async def _awaited(value: Any) -> Any:
