@@ -20,6 +20,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,6 +41,7 @@ RESULTS = report.ROOT / "docs" / "results"
 CHILD_TIMEOUT_S = 3600
 JOB_EXPERTS = 8  # of a job in the scaling runs
 JOB_RECORDS = 128  # 1.2 GB: more than any cache
+ALONE_SPANS, ALONE_SPAN_S = 5, 0.4
 
 Prepare = Callable[[int, npt.NDArray[np.float16], npt.NDArray[np.float32]], Callable[[], None]]
 
@@ -75,7 +77,8 @@ def main() -> None:
         with contextlib.redirect_stdout(io.StringIO()):  # what was measured by now stays when the time for all is up
             report.write_result(target, started, rows, {**summary(rows), **scaling_summary(rows), **accuracy})
     report.write_result(target, started, rows, {**summary(rows), **scaling_summary(rows), **accuracy})
-    kernel_plot.write(target.with_suffix(".svg"), rows, f"{started['machine']['cpu']}: one expert, time by number of tokens")
+    if args.threads:
+        kernel_plot.write(target.with_suffix(".svg"), rows, f"{started['machine']['cpu']}: one expert, time by number of tokens")
 
 
 def run_child(child: str) -> list[dict[str, Any]]:
@@ -198,7 +201,8 @@ def measure_jobs(args: argparse.Namespace, threads: int) -> list[dict[str, Any]]
     records = copies(shape, make_records(shape, DISTINCT), JOB_RECORDS)
     jobs = [list(range(first, first + JOB_EXPERTS)) for first in range(0, JOB_RECORDS, JOB_EXPERTS)]
     x = np.random.default_rng(1).standard_normal((1, HIDDEN)).astype(np.float16)
-    rows = [{"threads": threads, "kernel": "read memory", "gb_s": read_rate(records, cpus)}]
+    rows: list[dict[str, Any]] = [{"threads": threads, "kernel": "read memory", "gb_s": read_rate(records, cpus)}]
+    rows.append({"threads": threads, "kernel": "each thread alone", "gb_s": alone_rate(shape, records, x, cpus)})
     calls: dict[str, list[Callable[[], None]]] = {}
     for variant in ["auto"] if threads > 1 else ["auto", *(name for name in expert.variants() if name != "scalar")]:
         pool = ExpertPool(variant, threads, cpus=cpus[1:] or None)
@@ -218,6 +222,39 @@ def measure_jobs(args: argparse.Namespace, threads: int) -> list[dict[str, Any]]
             "gb_s_median": JOB_EXPERTS * TRELLIS_BYTES / float(np.median(times)) / 1e9,
         })  # fmt: skip
     return rows
+
+
+def alone_rate(shape: ExpertShape, records: npt.NDArray[np.uint8], x: npt.NDArray[np.float16], cpus: Sequence[int]) -> float:
+    """GB/s of all threads together when each computes jobs of its own and waits for none: what these CPUs have to give at once, which is
+    less than one CPU's rate times their number where they share cores, power or memory. The median of spans in which all compute."""
+    done = [0] * len(cpus)
+    stop = threading.Event()
+    ready = threading.Barrier(len(cpus) + 1, timeout=60)
+
+    def work(index: int) -> None:
+        os.sched_setaffinity(0, [cpus[index]])  # of this thread
+        pool = ExpertPool("auto", 1)
+        pool.tune(shape)
+        out = np.empty((1, HIDDEN), np.float32)
+        calls = [pool.prepare([ExpertTask(shape, record, x, out)]) for record in records[index :: len(cpus)]]
+        ready.wait()
+        while not stop.is_set():
+            calls[done[index] % len(calls)]()
+            done[index] += 1
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(cpus))]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    rates = []
+    for _ in range(ALONE_SPANS):
+        before, start = sum(done), time.perf_counter()
+        time.sleep(ALONE_SPAN_S)
+        rates.append((sum(done) - before) * TRELLIS_BYTES / (time.perf_counter() - start) / 1e9)
+    stop.set()
+    for thread in threads:
+        thread.join(timeout=60)
+    return float(np.median(rates))
 
 
 def default_stock(shape: ExpertShape, records: npt.NDArray[np.uint8]) -> stock_kernels.StockKernel:
@@ -261,8 +298,10 @@ def read_rate(records: npt.NDArray[np.uint8], cpus: Sequence[int]) -> float:
 
 
 def scaling_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Jobs of 8 experts by number of threads: GB/s, per cent of the smaller of (threads x one thread's rate, the memory's rate), and the
-    ratio to stock 1.5.1's default tier."""
+    """Jobs of 8 experts by number of threads: GB/s, per cent of the smaller of (threads x one thread's rate, the memory's rate), per cent
+    of what the threads reach when each computes alone (medians), and the ratio to stock 1.5.1's default tier."""
+    alone = {r["threads"]: r["gb_s"] for r in rows if r["kernel"] == "each thread alone"}
+    medians = {r["threads"]: r["gb_s_median"] for r in rows if r["kernel"] == "auto native" and "job_experts" in r}
     jobs = {(r["kernel"], r["threads"]): r["gb_s"] for r in rows if "job_experts" in r}
     memory = {r["threads"]: r["gb_s"] for r in rows if r["kernel"] == "read memory"}
     one = jobs.get(("auto native", 1))
@@ -275,6 +314,8 @@ def scaling_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             result[f"read_{threads}t_gbps"] = round(memory[threads], 2)
             if one is not None and threads > 1:
                 result[f"job8_{threads}t_pct_of_bound"] = round(100 * rate / min(threads * one, memory[threads]), 1)
+            if threads in alone and threads > 1:
+                result[f"job8_{threads}t_pct_of_alone"] = round(100 * medians[threads] / alone[threads], 1)
     return result
 
 
