@@ -94,6 +94,14 @@ def test_every_service_is_healthy(running: Stack) -> None:
     assert {name: running.health(name) for name in SERVICES} == dict.fromkeys(SERVICES, "healthy")
 
 
+def test_the_doctor_finds_nothing_in_running_containers(running: Stack) -> None:
+    """Each service reaches what it needs, Redis above all, which nobody misses; and its own ports and records are no fault."""
+    for name, service in (("gateway", "gateway"), ("gpu-worker-cpu", "gpu-worker"), ("cpu-expert", "cpu-expert")):
+        found = json.loads(running.compose("exec", "-T", name, "python", "-m", "cli.doctor", "--for", service, "--json"))
+        assert [finding for finding in found if finding["level"] != "ok"] == [], name
+    assert "degraded" not in json.loads(get(f"{running.api}/health")[1])
+
+
 def test_an_openai_client_is_served_through_the_published_port(running: Stack, answer: str) -> None:
     """Streaming and not, the same answer; the expert records are shared with cpu_expert, which has computed some."""
     assert ask_streaming(running) == answer
