@@ -13,7 +13,11 @@ device=""
 for option in "$@"; do
   case $option in
     --cpu | --gpu) device=${option#--} ;;
-    *) sed -n '2,/^set/p' "$0" | sed -n 's/^# \{0,1\}//p'; [ "$option" = --help ] && exit 0 || exit 2 ;;
+    *)
+      [ "$option" = --help ] || echo "There is no option $option." >&2
+      sed -n '2,/^set/p' "$0" | sed -n 's/^# \{0,1\}//p'
+      [ "$option" = --help ] && exit 0 || exit 2
+      ;;
   esac
 done
 if [ -z "$device" ]; then

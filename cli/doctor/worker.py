@@ -18,7 +18,9 @@ from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
 
 MIN_NVME_CAP = 15 * GIB
-CHECKPOINT_BYTES = 126_000_000_000  # of the default repository, and a little
+# Of the default repository: the files, and a little; and the expert records in them.
+CHECKPOINT_BYTES = 126_000_000_000
+RECORDS_BYTES = 42 * 288 * 9_474_048
 
 
 def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
@@ -83,6 +85,9 @@ def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, mea
     """The checkpoint's headers, and the memory that its expert records will take."""
     if settings.model_download and not (pathlib.Path(settings.model_dir) / "config.json").exists():
         yield _to_be_fetched(settings)
+        # A machine that could not hold the records is told before it fetches them.
+        if _is_default(settings) and measure_room and not settings.mode.startswith("nvme"):
+            yield from sharedmem.room(settings.shm_dir, settings.instance, RECORDS_BYTES, machine.memory())
         return
     try:
         checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
@@ -111,9 +116,13 @@ def _to_be_fetched(settings: GpuWorkerSettings) -> Finding:
     if not os.access(there, os.W_OK | os.X_OK):
         return fail("checkpoint", f"{what}, and {there} cannot be written", f"Mount it so that this user can write. {mounted}")
     free = shutil.disk_usage(there).free
-    if settings.model_repo == type(settings).model_fields["model_repo"].default and free < CHECKPOINT_BYTES:
+    if _is_default(settings) and free < CHECKPOINT_BYTES:
         return fail("checkpoint", f"{what}: 125 GB, and {free / 1e9:.1f} GB are free", f"A larger disk's folder. {mounted}")
     return warn("checkpoint", f"{what}; {free / 1e9:.1f} GB are free", f"Nothing, if it may take its time. {mounted}")
+
+
+def _is_default(settings: GpuWorkerSettings) -> bool:
+    return bool(settings.model_repo == type(settings).model_fields["model_repo"].default)
 
 
 def _checkpoint_fix(model_dir: str) -> str:

@@ -380,6 +380,14 @@ def test_a_checkpoint_that_would_be_fetched_is_told(tmp_path: Path, monkeypatch:
     assert "needs the package huggingface_hub" in finding().message
 
 
+def test_memory_for_a_checkpoint_that_is_not_there_yet_is_looked_at(tmp_path: Path) -> None:
+    """A machine that cannot hold GLM-5.3-Flash's records is told before it fetches 125 GB; another repository's size is not known."""
+    env = worker_env(tmp_path, GLM53_MODEL_DIR=str(tmp_path / "model"))
+    assert "106.7 GiB" in failed(worker.check(env, host(tmp_path)))["shared memory"].message
+    other = {**env, "GLM53_MODEL_REPO": "somebody/small", "GLM53_MODEL_REVISION": "0" * 40}
+    assert "shared memory" not in failed(worker.check(other, host(tmp_path)))
+
+
 def test_a_missing_or_broken_checkpoint_is_refused(tmp_path: Path) -> None:
     """A folder that is not there points at the mount, a truncated file at the download."""
     env = worker_env(tmp_path, GLM53_MODEL_DIR=str(tmp_path / "nothing"), GLM53_MODEL_DOWNLOAD="0")

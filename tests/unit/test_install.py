@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from bench import server as serving
+from cli.settings import ServeSettings
+from services.common import setting_names
 from services.common.lifecycle import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +32,38 @@ def test_the_script_explains_itself() -> None:
     assert (helped.returncode, wrong.returncode) == (0, 2)
     assert "--cpu | --gpu" in helped.stdout
     assert helped.stdout == wrong.stdout
+    assert "--rocm" in wrong.stderr
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the service that docs/install.md shows, each with its values."""
+    (text,) = re.findall(r"```ini\n(.*?)```", (ROOT / "docs/install.md").read_text(), re.DOTALL)
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, sign, value = line.partition("=")
+        if sign and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_service_that_is_shown_ends_for_good_where_a_restart_cannot_help() -> None:
+    """Its only command is the main process, whose exit code systemd looks at: with a wrong setting that is one it does not restart."""
+    service = unit()
+    assert "ExecStartPre" not in service
+    (command,) = service["ExecStart"]
+    words = command.replace("/opt/glm53-offload/.venv/bin", str(Path(sys.executable).parent)).split()
+    refused = run(*words, GLM53_ROOT=str(ROOT), GLM53_MODE="quick")
+    assert str(refused.returncode) in service["RestartPreventExitStatus"][0].split()
+    assert "GLM53_MODE" in refused.stdout
+
+
+def test_the_service_that_is_shown_stops_in_order() -> None:
+    """systemd signals the server alone, and waits longer than requests may run on; its settings exist."""
+    service = unit()
+    assert service["KillMode"] == ["mixed"]
+    assert float(service["TimeoutStopSec"][0]) > ServeSettings.load({}).drain_timeout_s
+    names = {word.partition("=")[0] for line in service["Environment"] for word in line.split()}
+    assert names <= setting_names.ALL
 
 
 def test_the_gpu_way_says_what_it_needs(tmp_path: Path) -> None:
