@@ -31,6 +31,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_MAX_CONNECTIONS",
         "GLM53_MAX_HEADER_BYTES",
         "GLM53_MAX_MESSAGES",
+        "GLM53_MAX_TOOLS",
         "GLM53_REASONING_FIELDS",
         "GLM53_REDIS_TIMEOUT_MS",
         "GLM53_REDIS_URL",

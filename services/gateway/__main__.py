@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import logging
 import os
@@ -44,6 +45,9 @@ async def _serve(settings: GatewaySettings) -> int:
     except ConfigError as error:
         log.error("%s", error.message)
         return ExitCode.CONFIG
+    # What is here now stays: the collector need not look at it again whenever a large request comes, which takes it a tenth of a second.
+    gc.collect()
+    gc.freeze()
     try:
         await server.serve()
     except SystemExit:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import Request
 
-from services.common.errors import UnknownModel
+from services.common.errors import InvalidRequest, UnknownModel
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.keys import ApiKey
 from services.gateway.beside import receive_var
@@ -35,12 +35,18 @@ async def read_body(request: Request) -> dict[str, Any]:
 
     Raises:
         ShuttingDown: it takes none.
-        InvalidRequest: it is too large, too slow, or no JSON object.
+        InvalidRequest: it is too large, too slow, no JSON object, or declares too many tools.
     """
     services = services_of(request)
     services.traffic.check_open()
     receive_var.set(request.receive)
-    return await read_json_object(request, services.settings.max_body_bytes, services.settings.body_timeout_s)
+    settings = services.settings
+    body = await read_json_object(request, settings.max_body_bytes, settings.body_timeout_s)
+    tools = body.get("tools")
+    if isinstance(tools, list) and len(tools) > settings.max_tools:
+        # Before each of them is looked at.
+        raise InvalidRequest(f"tools has {len(tools)} tools; this server takes {settings.max_tools} (GLM53_MAX_TOOLS).", param="tools")
+    return body
 
 
 async def ready_for(request: Request, model: str | None) -> Ready:

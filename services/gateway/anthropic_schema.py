@@ -235,7 +235,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
 def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
     texts: list[str] = []
     thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
+    calls: dict[str, dict[str, Any]] = {}
     for index, block in enumerate(blocks):
         where = f"{path}[{index}]"
         kind = _kind(block, where)
@@ -251,16 +251,16 @@ def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
                 raise InvalidRequest(f"{where}.input is nested deeper than {MAX_DEPTH} levels.", param=f"{where}.input")
             function = {"name": _string(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
             call_id = _string(block, "id", where)
-            if any(call["id"] == call_id for call in calls):
+            if call_id in calls:
                 raise InvalidRequest(f"{where}.id is {call_id[:60]!r}, as of another tool_use of the message.", param=f"{where}.id")
-            calls.append({"id": call_id, "type": "function", "function": function})
+            calls[call_id] = {"id": call_id, "type": "function", "function": function}
         elif kind != "redacted_thinking":
             raise UnsupportedContent(f"{where} has type {kind!r}: this server takes text, thinking and tool_use.", param=where)
     message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = list(calls.values())
     return message
 
 

@@ -11,13 +11,15 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import Cancelled
+from services.gateway.beside import SMALL_BYTES, by_size, size_var
 from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from services.gateway.json_text import encodable
 from services.gateway.numbers import finite, place_of_infinity, refuse_constant, whole
 
-# Bodies that are longer are read by a faster parser, if they have so few parts that even that one does not hold others up.
-_LARGE_BYTES = 64 * 1024
-_MAX_PARTS = 1_100_000
+# Larger bodies are read by a faster parser, if they have so few parts that even that one, which nothing interrupts, is done within some
+# 40 ms. A list costs it what four numbers do, a key with its value what six do.
+_MAX_PARTS = 800_000
+_PARTS = {b",": 1, b"{": 1, b"[": 4, b":": 5}
 
 
 async def read_json_object(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
@@ -38,7 +40,8 @@ async def read_json_object(request: Request, max_bytes: int, timeout_s: float) -
     data = await _read(request, max_bytes, timeout_s)
     if not data.strip():
         raise InvalidJson("The body is empty; send a JSON object.")
-    value = _value_of(data)
+    size_var.set(len(data))
+    value = await by_size(_value_of, data)
     if not isinstance(value, dict):
         raise InvalidJson("The body must be a JSON object.")
     return value
@@ -51,10 +54,13 @@ def _value_of(data: bytes) -> Any:
         RequestTooLarge: it has more parts than are looked at one by one.
         InvalidJson: it is no JSON.
     """
-    if len(data) > _LARGE_BYTES:
-        parts = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if len(data) > SMALL_BYTES:
+        parts = sum(weight * data.count(sign) for sign, weight in _PARTS.items())
         if parts > _MAX_PARTS:
-            raise RequestTooLarge(f"The body has {parts} commas and brackets; this server takes {_MAX_PARTS} in one request.")
+            raise RequestTooLarge(
+                f"The body has too many parts: {parts}, where this server takes {_MAX_PARTS} in one request. A comma or a brace counts 1, "
+                "a bracket 4, a colon 5."
+            )
         # Several times as fast. What it cannot read, the standard library's may: it has the last word.
         with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(data)

@@ -194,6 +194,13 @@ def _messages(body: ChatRequest, settings: GatewaySettings) -> list[dict[str, An
             f"messages has {len(body.messages)} messages; this server takes {settings.max_messages} (GLM53_MAX_MESSAGES).",
             param="messages",
         )
+    # Before each of them is looked at.
+    calls = [message.get("tool_calls") for message in body.messages if isinstance(message, dict)]
+    most = max((len(each) for each in calls if isinstance(each, list)), default=0)
+    if most > settings.max_tools:
+        raise InvalidRequest(
+            f"messages: one has {most} tool calls; this server takes {settings.max_tools} in one (GLM53_MAX_TOOLS).", param="messages"
+        )
     return normalise(body.messages)
 
 

@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import InvalidRequest
 from services.gateway.accept import services_of
 from services.gateway.access.keys import ApiKey
+from services.gateway.beside import by_size
 from services.gateway.errors import IdempotencyConflict
 from services.gateway.stores import stores_of
 
@@ -50,7 +51,7 @@ async def once(request: Request, body: dict[str, Any], answer: Callable[[], Awai
     key: ApiKey = request.state.key
     store = stores_of(request).idempotency
     name = f"{key.id}:{given}"
-    digest = _digest(request.url.path, body)
+    digest = await by_size(_digest, request.url.path, body)
     claim = json.dumps({"digest": digest}).encode()
     deadline = time.monotonic() + _WAIT_S
     while not await store.add(name, claim, services_of(request).settings.request_timeout_s):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from services.common.errors import InvalidRequest
@@ -11,6 +12,7 @@ from services.gateway.numbers import finite, place_of_infinity, refuse_constant,
 
 # Templates and grammars walk through values by recursion.
 MAX_DEPTH = 100
+_PIECE_CHARS = 64 * 1024
 _PAIR = re.compile("[\\ud800-\\udbff][\\udc00-\\udfff]")
 _HALF = re.compile("[\\ud800-\\udfff]")
 
@@ -38,13 +40,27 @@ def read_json(text: str, path: str, param: str | None = None) -> Any:
 def encodable(value: Any) -> Any:
     """The value with text that has an encoding: halves of a surrogate pair that stand together are joined, single ones replaced."""
     if isinstance(value, str):
-        whole = _PAIR.sub(lambda pair: pair.group().encode("utf-16", "surrogatepass").decode("utf-16"), value)
-        return _HALF.sub("\ufffd", whole)
+        return value if value.isascii() else "".join(map(_joined, _pieces(value)))
     if isinstance(value, list):
         return [encodable(item) for item in value]
     if isinstance(value, dict):
         return {encodable(key): encodable(item) for key, item in value.items()}
     return value
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces that take little time each; none ends in the middle of a pair."""
+    start = 0
+    while start < len(text):
+        end = start + _PIECE_CHARS
+        end += "\ud800" <= text[end - 1 : end] <= "\udbff"
+        yield text[start:end]
+        start = end
+
+
+def _joined(text: str) -> str:
+    whole = _PAIR.sub(lambda pair: pair.group().encode("utf-16", "surrogatepass").decode("utf-16"), text)
+    return _HALF.sub("\ufffd", whole)
 
 
 def is_deep(value: Any) -> bool:

@@ -43,11 +43,13 @@ def _check_calls(messages: list[dict[str, Any]]) -> None:
     made = False
     ids: set[str] = set()
     for index, message in enumerate(messages):
+        own: set[str] = set()
         for number, call_id in _call_ids(message):
-            path = f"messages[{index}].tool_calls[{number}].id"
-            if call_id in [other for earlier, other in _call_ids(message) if earlier < number]:
+            if call_id in own:
+                path = f"messages[{index}].tool_calls[{number}].id"
                 raise InvalidRequest(f"{path} is {call_id[:60]!r}, as of another call of the message; ids tell calls apart.", param=path)
-            ids.add(call_id)
+            own.add(call_id)
+        ids |= own
         made = made or "tool_calls" in message
         if message["role"] != "tool":
             continue

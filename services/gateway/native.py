@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import InvalidRequest, NotReady, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.accept import read_body, ready_for, services_of
-from services.gateway.beside import beside
+from services.gateway.beside import beside, by_size, prepared
 from services.gateway.chat import render
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
 from services.gateway.generate_jobs import NAMES, generate_job
@@ -47,10 +47,10 @@ async def generate(request: Request) -> Response:
     raw = await read_body(request)
 
     async def answer() -> Response:
-        body = parse(GenerateBody, raw)
+        body = await by_size(parse, GenerateBody, raw)
         _refuse(body)
         ready = await ready_for(request, None)
-        job = await generate_job(body, ready, request.state.request_id)
+        job = await prepared(generate_job, body, ready, request.state.request_id)
         return await respond(request, services_of(request), job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -61,15 +61,15 @@ async def generate(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Token ids of a text or of a rendered conversation."""
     raw = await read_body(request)
-    body = parse(TokenizeBody, raw)
+    body = await by_size(parse, TokenizeBody, raw)
     ready = await ready_for(request, body.model)
     tokenizer = ready.language.tokenizer
     tokens: list[Any]
     count: int | list[int]
     if body.messages is not None:
-        chat = parse(ChatRequest, raw | {"model": ready.info.model_name})
+        chat = await by_size(parse, ChatRequest, raw | {"model": ready.info.model_name})
         refuse_unsupported(chat)
-        prompt = await render(chat, ready.language, services_of(request).settings)
+        prompt = await prepared(render, chat, ready.language, services_of(request).settings)
         tokens, count = prompt.token_ids, len(prompt.token_ids)
     else:
         add = body.add_special_tokens is not False
@@ -90,7 +90,7 @@ async def detokenize(request: Request) -> Response:
     raw = await read_body(request)
     ready = await ready_for(request, None)
     _check_count(raw.get("tokens"), ready.info)
-    body = parse(DetokenizeBody, raw)
+    body = await by_size(parse, DetokenizeBody, raw)
     ready = await ready_for(request, body.model)
     several = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: list[Any] = body.tokens if several else [body.tokens]

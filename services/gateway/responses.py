@@ -13,6 +13,7 @@ from services.common.errors import InvalidRequest
 from services.gateway.accept import read_body, ready_for, services_of
 from services.gateway.access.keys import ApiKey
 from services.gateway.answers import Head
+from services.gateway.beside import by_size, prepared
 from services.gateway.chat import plan_chat
 from services.gateway.errors import UnknownResponse
 from services.gateway.idempotency import once
@@ -33,22 +34,14 @@ async def create_response(request: Request) -> Response:
     raw = await read_body(request)
 
     async def answer() -> Response:
-        body = parse(ResponsesBody, raw)
-        check(body)
+        body = await by_size(_checked, raw)
         ready = await ready_for(request, body.model)
         earlier = await _earlier(request, body.previous_response_id)
-        own = messages_of(body.input, earlier)
-        # Instructions are of this response alone: the next one may bring others.
-        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        messages = earlier + own
-        names = our_names(CHAT_NAMES, body), our_names(CHAT_WORDS, body)
-        with renaming(*names):
-            chat = parse(ChatRequest, chat_fields(body, system + messages))
-        refuse_unsupported(chat)
-        with renaming(*names):
-            plan = await plan_chat(chat, ready.info, ready.language, services_of(request).settings, request.state.request_id)
+        messages, chat = await by_size(_as_chat, body, earlier)
+        with renaming(*_names(body)):
+            plan = await prepared(plan_chat, chat, ready.info, ready.language, services_of(request).settings, request.state.request_id)
         identity = Head(f"resp_{request.state.request_id}", ready.info.model_name, "")
-        made = ResponsesAnswer(identity, plan.parsers[0], plan.prompt_tokens, echoed(body), logprobs=bool(chat.logprobs))
+        made = ResponsesAnswer(identity, plan.parsers[0], plan.prompt_tokens, await by_size(echoed, body), logprobs=bool(chat.logprobs))
         params = {name: CHAT_NAMES.get(param, param) for name, param in plan.params.items()}
 
         async def keep() -> None:
@@ -58,6 +51,28 @@ async def create_response(request: Request) -> Response:
         return await respond(request, services_of(request), Job(plan.requests, made, params), stream=bool(body.stream), finishing=keep)
 
     return await once(request, raw, answer)
+
+
+def _checked(raw: dict[str, Any]) -> ResponsesBody:
+    body = parse(ResponsesBody, raw)
+    check(body)
+    return body
+
+
+def _as_chat(body: ResponsesBody, earlier: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], ChatRequest]:
+    """The conversation without instructions, and the chat request that means the same as the body."""
+    messages = earlier + messages_of(body.input, earlier)
+    # Instructions are of this response alone: the next one may bring others.
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    with renaming(*_names(body)):
+        chat = parse(ChatRequest, chat_fields(body, system + messages))
+    refuse_unsupported(chat)
+    return messages, chat
+
+
+def _names(body: ResponsesBody) -> tuple[dict[str, str], dict[str, str]]:
+    """Our names → the client's, for errors: fields, and words."""
+    return our_names(CHAT_NAMES, body), our_names(CHAT_WORDS, body)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -123,7 +138,8 @@ async def _keep(request: Request, answer: ResponsesAnswer, messages: list[dict[s
     told = bool(calls or content or reasoning)
     entry = {"response": answer.response(), "messages": [*messages, own] if told else messages, "input": given}
     seconds = services_of(request).settings.response_ttl_s
-    await stores_of(request).responses.put(_name(request, answer.head.id), json.dumps(entry).encode(), seconds)
+    encoded = await by_size(lambda: json.dumps(entry).encode())
+    await stores_of(request).responses.put(_name(request, answer.head.id), encoded, seconds)
 
 
 async def _kept(request: Request, response_id: str, param: str) -> dict[str, Any]:

@@ -180,6 +180,8 @@ def messages_of(items: str | list[Any], earlier: Sequence[dict[str, Any]] = ()) 
     if not items:
         raise EmptyArray("input must have at least one item.", param="input")
     messages: list[dict[str, Any]] = []
+    known = {call_id for message in earlier for call_id in _call_ids(message)}
+    turn, own = None, set[str]()  # the last turn with calls, and their ids
     for index, item in enumerate(items):
         path = f"input[{index}]"
         if not isinstance(item, dict):
@@ -191,8 +193,15 @@ def messages_of(items: str | list[Any], earlier: Sequence[dict[str, Any]] = ()) 
                 f"{path} has type {kind!r}; this server takes messages, function calls, their outputs and reasoning.", param=path
             )
         reader(item, path, messages)
-        if kind == "function_call_output" and not any(item["call_id"] in _call_ids(message) for message in (*earlier, *messages)):
-            where = f"{path}.call_id"
+        where = f"{path}.call_id"
+        if kind == "function_call":
+            if messages[-1] is not turn:
+                turn, own = messages[-1], set()
+            if item["call_id"] in own:
+                raise InvalidRequest(f"{where} is {item['call_id'][:60]!r}, as of another call of the turn.", param=where)
+            own.add(item["call_id"])
+            known.add(item["call_id"])
+        elif kind == "function_call_output" and item["call_id"] not in known:
             raise InvalidRequest(f"{where} is {item['call_id'][:60]!r}, which is the id of no call before it.", param=where)
     return messages
 
@@ -227,11 +236,8 @@ def _call(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> No
     call_id, name, arguments = (_string(item, key, path) for key in ("call_id", "name", "arguments"))
     if arguments and not isinstance(read_json(arguments, f"{path}.arguments"), dict | NoneType):
         raise InvalidRequest(f"{path}.arguments must hold a JSON object.", param=f"{path}.arguments")
-    turn = _turn(messages, opens="tool_calls")
-    if call_id in _call_ids(turn):
-        raise InvalidRequest(f"{path}.call_id is {call_id[:60]!r}, as of another call of the turn.", param=f"{path}.call_id")
     function = {"name": name, "arguments": arguments}
-    turn.setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+    _turn(messages, opens="tool_calls").setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
 
 def _output(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat, completions
 from services.gateway.accept import Ready, check_model, read_body, ready_for, services_of
 from services.gateway.access.keys import ApiKey
+from services.gateway.beside import by_size, prepared
 from services.gateway.idempotency import once
 from services.gateway.metrics import CONTENT_TYPE
 from services.gateway.plain_route import PlainRoute
@@ -35,7 +36,7 @@ async def chat_completions(request: Request) -> Response:
     async def answer() -> Response:
         body, ready = await _accepted(request, ChatRequest, raw)
         services = services_of(request)
-        job = await chat.prepare(body, ready.info, ready.language, services.settings, request.state.request_id)
+        job = await prepared(chat.prepare, body, ready.info, ready.language, services.settings, request.state.request_id)
         return await respond(request, services, job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -47,7 +48,7 @@ async def text_completions(request: Request) -> Response:
 
     async def answer() -> Response:
         body, ready = await _accepted(request, CompletionRequest, raw)
-        job = await completions.prepare(body, ready.info, ready.language, request.state.request_id)
+        job = await prepared(completions.prepare, body, ready.info, ready.language, request.state.request_id)
         return await respond(request, services_of(request), job, stream=bool(body.stream))
 
     return await once(request, raw, answer)
@@ -133,7 +134,7 @@ def _set_gauges(services: Services) -> None:
 
 async def _accepted(request: Request, schema: type[RequestT], raw: dict[str, Any]) -> tuple[RequestT, Ready]:
     """Checks a request as far as that needs no prompt."""
-    body = parse(schema, raw)
+    body = await by_size(parse, schema, raw)
     refuse_unsupported(body)
     return body, await ready_for(request, body.model)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
+from services.gateway.beside import beside
 from services.gateway.schemas import SamplingFields
 from services.gateway.tokenizer import PromptTokenizer
 
@@ -64,7 +64,7 @@ async def bad_word_ids(words: Sequence[str] | None, tokenizer: PromptTokenizer) 
     if not words:
         return []
     forms = {form: None for word in words for form in (word, word.lstrip(), " " + word.lstrip()) if form.strip() or form == word}
-    found = await asyncio.to_thread(lambda: [tokenizer.encode_raw(form, add_special_tokens=False) for form in forms])
+    found = await beside(lambda: [tokenizer.encode_raw(form, add_special_tokens=False) for form in forms])
     return [pb.TokenSequence(token_ids=ids) for ids in found if ids]
 
 

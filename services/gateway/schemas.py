@@ -58,7 +58,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1024), FIRST] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1_000_000), FIRST] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=262_144), FIRST] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_token_ids: bool | None = None

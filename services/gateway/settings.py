@@ -86,6 +86,13 @@ class GatewaySettings(ServiceSettings):
     max_messages: int = Field(
         8192, validation_alias="GLM53_MAX_MESSAGES", ge=1, le=1_000_000, description="Most messages in one chat request."
     )
+    max_tools: int = Field(
+        1024,
+        validation_alias="GLM53_MAX_TOOLS",
+        ge=1,
+        le=100_000,
+        description="Most tools that one request may declare, and most calls that one of its messages may have.",
+    )
     keepalive_s: float = Field(
         10.0,
         validation_alias="GLM53_KEEPALIVE_S",

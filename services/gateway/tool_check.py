@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -64,7 +65,9 @@ async def _check_parameters(parameters: dict[str, Any], path: str) -> None:
     encoded = _encoded(parameters)
     key = hashlib.blake2b(encoded, digest_size=16).digest() if encoded is not None else None
     if key is not None and key in _known:
-        _known.move_to_end(key)
+        with contextlib.suppress(KeyError):
+            # Another thread may have let it go just now.
+            _known.move_to_end(key)
         return
     if encoded is not None and len(encoded) < _SMALL_BYTES:
         check_schema(parameters, path)

@@ -157,7 +157,7 @@ def test_long_lists_are_refused_with_both_numbers(stack: Stack) -> None:
     most = 65_536
     cases = [
         ("/tokenize", {"prompt": ["a"] * 5000}, "prompt", ("5000", "4096")),
-        ("/detokenize", {"tokens": [5] * 1_000_000}, "tokens", ("1000000", str(most))),
+        ("/detokenize", {"tokens": [5] * 700_000}, "tokens", ("700000", str(most))),
         ("/detokenize", {"tokens": [[5]] * 100_000}, "tokens", ("100000", "4096")),
         ("/detokenize", {"tokens": [[5] * 50_000] * 2}, "tokens", ("100000", str(most))),
         ("/v1/completions", {"model": MODEL, "prompt": ["a"] * 5000}, "prompt", ("5000", "1024")),
@@ -174,10 +174,11 @@ def test_long_lists_are_refused_with_both_numbers(stack: Stack) -> None:
     assert found["tokens"] == [ids] * 1000
 
 
-def test_a_body_of_too_many_parts_is_refused(stack: Stack) -> None:
-    """Millions of empty lists would hold everybody up while they are read."""
-    data = b'{"model": "tiny", "x": [' + b"[]," * 1_000_000 + b"1]}"
-    assert "1100000" in check_error(stack.http.post("/v1/chat/completions", content=data), None, 413)["message"]
+@pytest.mark.parametrize("part", [b"1,", b"[],", b"{},", b'{"a":1},'])
+def test_a_body_of_too_many_parts_is_refused(stack: Stack, part: bytes) -> None:
+    """So many of anything would hold everybody up while they are read."""
+    data = b'{"model": "tiny", "x": [' + part * 900_000 + b"1]}"
+    assert "800000" in check_error(stack.http.post("/v1/chat/completions", content=data), None, 413)["message"]
 
 
 VALUES = st.recursive(
@@ -191,7 +192,7 @@ VALUES = st.recursive(
 def test_long_bodies_are_read_as_short_ones_are(value: Any, ascii_only: bool) -> None:
     """Another parser, the same value."""
     data = json.dumps({"value": value}, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
-    assert body._value_of(data) == body._value_of(data + b" " * body._LARGE_BYTES)
+    assert body._value_of(data) == body._value_of(data + b" " * beside.SMALL_BYTES)
 
 
 @pytest.mark.parametrize("padding", [0, 70_000])

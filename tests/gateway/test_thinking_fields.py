@@ -172,10 +172,3 @@ def test_misplaced_parameters_of_generate_are_refused(stack: Stack, fields: dict
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert response.json()["error"]["message"].startswith(said)
     assert stack.http.post("/generate", json={"text": "a", "temperature": None, "sampling_params": {"seed": None}}).status_code == 200
-
-
-def test_log_probabilities_of_responses_are_refused_by_name(stack: Stack) -> None:
-    """`include` may ask for what is there anyway, and not for what is not."""
-    error = refused(stack, "/v1/responses", include=["message.output_text.logprobs"])
-    assert error["param"] == "include"
-    assert send(stack, "/v1/responses", include=["reasoning.encrypted_content"]).status_code == 200
