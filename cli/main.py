@@ -33,6 +33,7 @@ SERVE_FLAGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--context",), "GLM53_CONTEXT_TOKENS", "context length in tokens"),
     (("-cs",), "GLM53_CACHE_TOKENS", "tokens of the GPU's key-value cache, over all streams"),
     (("--max-batch-size",), "GLM53_MAX_STREAMS", "most streams that decode at a time"),
+    (("--max-rq-tokens",), "GLM53_MAX_RQ_TOKENS", "tokens of an answer that a GPU's cache pages are reserved for at admission"),
     (("-ambs",), "GLM53_STEP_STREAMS", "most streams in one pass of a GPU's decode step"),
     (("-chunk_size",), "GLM53_CHUNK_SIZE", "prefill chunk in tokens"),
     (("-rcs",), "GLM53_PREFIX_CACHE_MB", "memory for states of earlier prompts, in GB here"),

@@ -57,6 +57,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_HEAT_FILE",
         "GLM53_LOAD_THREADS",
         "GLM53_MAX_QUEUED",
+        "GLM53_MAX_RQ_TOKENS",
         "GLM53_MAX_STREAMS",
         "GLM53_MODE",
         "GLM53_MODEL_DIR",

@@ -33,6 +33,7 @@ class Generation:
         self._tokens = tokens
         self._scores = spec.prompt_scores
         self._last_row: NDArray[np.float32] | None = None  # logits after the newest prompt token, for scoring the next chunk's first
+        self._num_seen = 0  # prompt tokens whose scores went out; a request that was put back computes them again
         self._output = OutputStream(spec.sampling, eos_token_ids, tokens)
         self._constraint = Constraint(spec.grammar, eos_token_ids) if spec.grammar is not None else None
         self._sampler = sampling.Sampler(
@@ -64,10 +65,13 @@ class Generation:
             return ()
         out: list[OutToken] = []
         for i, token_id in enumerate(chunk):
+            if start + i < self._num_seen:
+                continue
             row = logits[i - 1] if i > 0 else self._last_row
             if start + i >= self._scores.first or (start + i == 0 and self._scores.first == 1):
                 out.append(self._out_token(token_id, row, self._scores.top))
         self._last_row = logits[-1].copy()
+        self._num_seen = max(self._num_seen, start + len(chunk))
         return tuple(out)
 
     def _out_token(self, token_id: int, row: NDArray[np.float32] | None, top: int) -> OutToken:

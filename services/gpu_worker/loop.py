@@ -42,6 +42,7 @@ class EngineLimits:
     slow_reader_s: float = 30.0
     ageing_s: float = 10.0
     prefix_cache_bytes: int = 64 << 20
+    max_rq_tokens: int = 4096  # tokens of an answer that memory is reserved for at admission
 
 
 class EngineLoop:
@@ -77,6 +78,9 @@ class EngineLoop:
         self._generations: dict[str, Generation] = {}
         self._prefilling: deque[Request] = deque()
         self._decoding: list[Request] = []
+        # Requests that gave their memory up, oldest first. They are older than all in the queue, so nobody is admitted before them.
+        self._put_back: deque[Request] = deque()
+        self._num_admitted = 0
         self._prefixes = PrefixCache(limits.prefix_cache_bytes)
         self._failures_in_a_row = 0
         self._num_cancelled = 0  # live requests that were cancelled and not yet ended
@@ -141,8 +145,8 @@ class EngineLoop:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
+        """Requests that wait: in the queue, or put back while they ran."""
+        return len(self._queue) + len(self._put_back)
 
     @property
     def num_running(self) -> int:
@@ -194,10 +198,8 @@ class EngineLoop:
 
     def _wait_for_work(self) -> None:
         with self._lock:
-            if not self._stopping and not self._num_cancelled:
-                ready = self.has_work and (self._queue or self.num_running)
-                if not ready:
-                    self._lock.wait(IDLE_WAIT_S)
+            if not self._stopping and not self._num_cancelled and not self.has_work:
+                self._lock.wait(IDLE_WAIT_S)
 
     def _receive(self) -> None:
         """Acts on cancellations, and on requests that waited too long."""
@@ -228,29 +230,56 @@ class EngineLoop:
             self._fail(request, DeadlineExceeded(f"the reader took no event for {self._limits.slow_reader_s:g} s"))
 
     def _admit(self) -> None:
-        """Takes requests from the queue while streams are free."""
-        while self._queue and self.backend.streams_free > 0:
+        """Opens streams while there is room: for those that were put back, then for those in the queue."""
+        while self.num_queued and self.backend.streams_free > 0:
             now = self._clock()
-            with self._lock:
-                request = self._queue.pop(now)
+            request = self._next(now)
             if request is None:
                 return
             request.advance(RequestState.PREFILL)
-            request.times.admitted = now
             self._open(request)
-            self._generations[request.spec.request_id] = Generation(request, self._eos, self._tokens)
             self._prefilling.append(request)
-            self.metrics.queue_wait.observe(now - request.times.submitted)
-            request.sink.put(Admitted(now - request.times.submitted, request.num_cached))
+            if request.times.admitted is None:
+                self._note_admitted(request, now)
+            if not self.backend.extend(_stream(request), self._reserve(request)):
+                # It was let in although it does not fit because nothing else runs: waiting would never end.
+                self._fail(request, EngineFailed("the context memory is too small for this request although nothing else uses it"))
+
+    def _next(self, now: float) -> Request | None:
+        """Whose turn it is, or None while that one does not fit: it waits for the running ones, and nobody overtakes it."""
+        if self._put_back:
+            return self._put_back.popleft() if self._fits(self._put_back[0]) else None
+        with self._lock:
+            return self._queue.pop(now, self._fits)
+
+    def _fits(self, request: Request) -> bool:
+        return self.num_running == 0 or self.backend.fits(self._reserve(request))
+
+    def _reserve(self, request: Request) -> int:
+        """Tokens that a request's stream has memory for from the start: the prompt, what was produced, and some of what may come."""
+        have, left = len(request.spec.prompt) + request.num_generated, request.spec.sampling.max_tokens - request.num_generated
+        return min(have + min(left, self._limits.max_rq_tokens), self.backend.info.max_context)
+
+    def _note_admitted(self, request: Request, now: float) -> None:
+        """The request is in for the first time."""
+        request.times.admitted = now
+        self._num_admitted += 1
+        request.turn = self._num_admitted
+        request.num_cached = request.num_prefilled
+        self.metrics.cached_tokens.inc(request.num_cached)
+        self._generations[request.spec.request_id] = Generation(request, self._eos, self._tokens)
+        self.metrics.queue_wait.observe(now - request.times.submitted)
+        request.sink.put(Admitted(now - request.times.submitted, request.num_cached))
 
     def _open(self, request: Request) -> None:
         """Opens the request's stream, from a kept state where one fits."""
         spec = request.spec
+        # The newest token is not in the stream yet: the next decode step puts it there.
+        request.feed = spec.prompt + tuple(request.output_ids[:-1])
         # Prompt scores need every position's logits: nothing can be skipped.
-        kept = self._prefixes.find(spec.key_id, spec.prompt) if spec.prompt_scores is None else None
+        kept = self._prefixes.find(spec.key_id, request.feed) if spec.prompt_scores is None else None
         request.stream = self.backend.open_stream(kept.snapshot if kept is not None else None)
-        request.num_cached = request.num_prefilled = len(kept.tokens) if kept is not None else 0
-        self.metrics.cached_tokens.inc(request.num_cached)
+        request.num_prefilled = len(kept.tokens) if kept is not None else 0
 
     def _keep(self, request: Request, tokens: tuple[int, ...]) -> None:
         """Keeps the state of the request's stream, which holds exactly `tokens`."""
@@ -266,42 +295,57 @@ class EngineLoop:
             return False
         self._prefilling.remove(request)
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
-        start, prompt = request.num_prefilled, request.spec.prompt
-        end = chunk_end(start, len(prompt), size, self.backend.info.page_tokens)
+        start, feed = request.num_prefilled, request.feed
+        end = chunk_end(start, len(feed), size, self.backend.info.page_tokens)
         # The last token goes alone: the state before it serves the same prompt again, and every longer one.
-        if start < len(prompt) - 1 < end and self._prefixes.wants(request.spec.key_id, prompt[:-1]):
-            end = len(prompt) - 1
-        chunk = prompt[start:end]
+        if start < len(feed) - 1 < end and self._prefixes.wants(request.spec.key_id, feed[:-1]):
+            end = len(feed) - 1
+        chunk = feed[start:end]
         generation = self._generations[request.spec.request_id]
-        logits = self._forward([request], lambda: self.backend.prefill(_stream(request), chunk, all_logits=generation.wants_prompt_scores))
+        scores = generation.wants_prompt_scores and request.times.prefilled is None
+        logits = self._forward([request], lambda: self.backend.prefill(_stream(request), chunk, all_logits=scores))
         if logits is None:
             return True
         request.num_prefilled += len(chunk)
         self.metrics.note_prefill(request, len(chunk))
+        if request.times.prefilled is None and not self._tell_prefilled(request, start, logits):
+            return True
+        if request.num_prefilled < len(feed):
+            if request.num_prefilled == len(feed) - 1:
+                self._keep(request, feed[:-1])
+            self._prefilling.append(request)
+            return True
+        self._end_prefill(request, logits[-1])
+        return True
+
+    def _tell_prefilled(self, request: Request, start: int, logits: Logits) -> bool:
+        """Says how far the prompt is, with its scores; False when these cannot be told and the request has failed."""
+        end = request.num_prefilled
         try:
-            scored = generation.score_prompt(start, chunk, logits)
+            scored = self._generations[request.spec.request_id].score_prompt(start, request.feed[start:end], logits)
         except EngineFailed as error:
             log.error("%s", error.message, extra={"request_id": request.spec.request_id})
             self._fail(request, error)
-            return True
-        request.sink.put(PrefillProgress(request.num_prefilled, len(prompt), scored))
-        if request.num_prefilled < len(prompt):
-            if request.num_prefilled == len(prompt) - 1:
-                self._keep(request, prompt[:-1])
-            self._prefilling.append(request)
-            return True
-        request.times.prefilled = self._clock()
+            return False
+        if end > request.num_lost:
+            request.sink.put(PrefillProgress(end, len(request.feed), scored))
+        return True
+
+    def _end_prefill(self, request: Request, row: Logits) -> None:
+        """The stream is filled: the first token is sampled, or a request that was put back goes on with its newest one."""
+        if request.times.prefilled is None:
+            request.times.prefilled = self._clock()
         if request.spec.sampling.max_tokens == 0:
             self._end(request, RequestState.FINISHED, reason=FinishReason.LENGTH)
-            return True
+            return
         request.advance(RequestState.DECODE)
         self._decoding.append(request)
-        self._emit(request, logits[-1])
-        return True
+        if request.next_token is None:
+            self._emit(request, row)
 
     def _decode_all(self) -> bool:
         """One token for every stream whose reader keeps up."""
-        batch = [request for request in self._decoding if not request.sink.full]
+        batch = self._with_memory([request for request in self._decoding if not request.sink.full])
         if not batch:
             return False
         tokens = [_next_token(request) for request in batch]
@@ -312,6 +356,36 @@ class EngineLoop:
             self._emit(request, logits[i])
         self.metrics.decode_steps.inc()
         return True
+
+    def _with_memory(self, batch: list[Request]) -> list[Request]:
+        """Those of the batch that have memory for one more token: where it is short the youngest running ones give theirs up.
+
+        The oldest one therefore always gets on, and with it, sooner or later, everybody.
+        """
+        for request in sorted(batch, key=lambda r: r.turn):
+            while request.stream is not None and not self.backend.extend(request.stream, request.stream.length + 1):
+                self._give_up_memory(max([*self._prefilling, *self._decoding], key=lambda r: r.turn))
+        return [request for request in batch if request.stream is not None]
+
+    def _give_up_memory(self, request: Request) -> None:
+        """Puts a running request back to wait for memory; its tokens, and the state of its sampling, stay as they are."""
+        stream = _stream(request)
+        request.advance(RequestState.WAITING)
+        request.num_lost = max(request.num_lost, stream.length)
+        request.num_prefilled = 0
+        self._take_out(request)
+        self._put_back.appendleft(request)
+        self.metrics.note_put_back()
+        log.info("request put back: the context memory is full", extra={"request_id": request.spec.request_id, "tokens": request.num_lost})
+
+    def _take_out(self, request: Request) -> None:
+        """Takes a request out of every list and gives its stream back."""
+        for line in (self._prefilling, self._decoding, self._put_back):
+            if request in line:
+                line.remove(request)
+        if request.stream is not None:
+            self.backend.close_stream(request.stream)
+            request.stream = None
 
     def _forward(self, requests: list[Request], call: Callable[[], Logits]) -> Logits | None:
         """Runs a pass. A pass that fails takes only its own requests with it, unless the backend is lost."""
@@ -368,17 +442,11 @@ class EngineLoop:
         request.sink.put(Failed(error))
 
     def _leave(self, request: Request, state: RequestState) -> None:
-        """Takes a request out of every list and gives its stream back."""
+        """The request is over: nothing of it stays."""
         request.advance(state)
         request.times.finished = self._clock()
-        if request in self._prefilling:
-            self._prefilling.remove(request)
-        if request in self._decoding:
-            self._decoding.remove(request)
+        self._take_out(request)
         self._generations.pop(request.spec.request_id, None)
-        if request.stream is not None:
-            self.backend.close_stream(request.stream)
-            request.stream = None
         with self._lock:
             self._live.pop(request.spec.request_id, None)
             if request.times.admitted is not None:
@@ -406,8 +474,8 @@ class EngineLoop:
 
     def _running_tokens(self) -> int:
         """What the running requests are expected to need still."""
-        running = [*self._prefilling, *self._decoding]
-        return sum(len(r.spec.prompt) - r.num_prefilled + max(0, min(r.spec.sampling.max_tokens, 256) - r.num_generated) for r in running)
+        running = [*self._prefilling, *self._decoding, *self._put_back]
+        return sum(len(r.feed) - r.num_prefilled + max(0, min(r.spec.sampling.max_tokens, 256) - r.num_generated) for r in running)
 
     def _update_gauges(self) -> None:
         used, reserved = self.backend.memory_tokens

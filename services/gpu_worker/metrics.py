@@ -34,11 +34,13 @@ class EngineMetrics:
         self.requests_received = Counter("glm53_requests_received", "Requests that came into the queue.", registry=r)
         self._ended = Counter("glm53_requests", "Requests that ended, by outcome.", ["outcome"], registry=r)
         self.outcomes()  # makes the series: a rate sees the first failure only where they stood at nought before
-        self.prefill_tokens = Counter("glm53_prefill_tokens", "Prompt tokens computed.", registry=r)
+        self.prefill_tokens = Counter("glm53_prefill_tokens", "Prompt tokens computed, and answers' after a put-back.", registry=r)
         self.decode_tokens = Counter("glm53_decode_tokens", "Tokens sampled.", registry=r)
         self.decode_steps = Counter("glm53_decode_steps", "Decode passes.", registry=r)
         self.slow_readers = Counter("glm53_slow_readers", "Streams ended because nobody read them.", registry=r)
         self.cached_tokens = Counter("glm53_cached_prompt_tokens", "Prompt tokens whose state was kept from earlier.", registry=r)
+        self._put_back = Counter("glm53_requests_put_back", "Times that a running request had to give its context memory up.", registry=r)
+        self._recomputed = Counter("glm53_recomputed_tokens", "Of the computed tokens, those that had been computed before.", registry=r)
         self.queue_wait = Histogram("glm53_queue_wait_seconds", "Time in the queue.", buckets=_SECONDS, registry=r)
         self._first_token = Histogram(
             "glm53_time_to_first_token_seconds", "From submission to the first token.", buckets=_SECONDS, registry=r
@@ -102,11 +104,17 @@ class EngineMetrics:
             self._step_tokens = 0
 
     def note_prefill(self, request: Request, tokens: int) -> None:
-        """So many tokens of the request's prompt were computed; `num_prefilled` counts them already."""
+        """So many tokens of the request's `feed` were computed; `num_prefilled` counts them already."""
         self.prefill_tokens.inc(tokens)
         self._step_tokens += tokens
-        if request.num_prefilled == len(request.spec.prompt):
+        self._recomputed.inc(max(0, min(tokens, request.num_lost - (request.num_prefilled - tokens))))
+        if request.num_prefilled == len(request.spec.prompt) and request.times.prefilled is None:
             self._vllm.note_prompt(request)
+
+    def note_put_back(self) -> None:
+        """A running request gave its memory up."""
+        self._put_back.inc()
+        self._vllm.note_put_back()
 
     def note_token(self, request: Request, now: float) -> None:
         """A token was sampled for the request."""
@@ -143,6 +151,8 @@ class EngineMetrics:
             "cached_prompt_tokens": int(counter_value(self.cached_tokens)),
             "decode_tokens": int(counter_value(self.decode_tokens)),
             "decode_steps": int(counter_value(self.decode_steps)),
+            "requests_put_back": int(counter_value(self._put_back)),
+            "recomputed_tokens": int(counter_value(self._recomputed)),
             "slow_readers": int(counter_value(self.slow_readers)),
             "queue_depth": int(gauge_value(self._queued)),
             "running_requests": int(gauge_value(self._running)),
@@ -204,6 +214,8 @@ class TierCollector(Collector):
         "checksum_failures": ("glm53_checksum_failures", "Records or slots whose bytes were wrong.", 1, True),
         "slots": ("glm53_expert_slots", "Slots.", 1, False),
         "slots_used": ("glm53_expert_slots_used", "Slots that hold a record.", 1, False),
+        "cache_pages": ("glm53_cache_pages", "Pages of the GPU's key-value cache.", 1, False),
+        "cache_pages_free": ("glm53_cache_pages_free", "Of these, pages that no stream has taken or reserved.", 1, False),
         "arena_bytes": ("glm53_arena_bytes", "Bytes of the arena.", 1, False),
     }
 

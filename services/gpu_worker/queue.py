@@ -7,7 +7,7 @@ better, so that a lower band is slowed down, never starved. No key may take the 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from services.common.errors import QueueFull
@@ -93,8 +93,8 @@ class FairQueue:
         self._size += 1
         self._tokens += expected_tokens(request)
 
-    def pop(self, now: float) -> Request | None:
-        """The request whose turn it is, or None when nobody waits."""
+    def pop(self, now: float, fits: Callable[[Request], bool] = lambda _request: True) -> Request | None:
+        """The request whose turn it is, or None when nobody waits or that one does not fit yet: nobody overtakes it."""
         if not self._size:
             return None
         band = min(self._band(line.requests[0], now) for line in self._lines.values())
@@ -104,6 +104,8 @@ class FairQueue:
             line = self._lines[key]
             cost = expected_tokens(line.requests[0])
             if line.deficit >= cost:
+                if not fits(line.requests[0]):
+                    return None
                 line.deficit -= cost
                 # The key goes on being served while its account lasts, then it is the next one's turn.
                 if line.deficit < QUANTUM_TOKENS:
@@ -121,7 +123,9 @@ class FairQueue:
     def settle(self, request: Request) -> None:
         """Books the difference between what a request was expected to cost and what it did cost."""
         key = request.spec.key_id
-        extra = request.num_prefilled - request.num_cached + request.num_generated - expected_tokens(request)
+        # What a request computes again after it was put back is not its key's fault.
+        prefilled = min(max(request.num_prefilled, request.num_lost), len(request.spec.prompt))
+        extra = prefilled - request.num_cached + request.num_generated - expected_tokens(request)
         line = self._lines.get(key)
         if line is not None:
             line.deficit = max(-MAX_BALANCE, line.deficit - extra)

@@ -2,6 +2,7 @@
 
     WAITING -> PREFILL -> DECODE -> FINISHED | CANCELLED | FAILED
 
+Where memory for contexts is short a running request is put back to WAITING, and computes what it had once more when its turn comes.
 `Request.advance` is the only place that changes the state. Every request sends exactly one terminal event (`Finished` or `Failed`).
 """
 
@@ -29,8 +30,10 @@ class RequestState(enum.Enum):
 
 ALLOWED: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.PREFILL: frozenset({RequestState.DECODE, RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
-    RequestState.DECODE: frozenset({RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
+    RequestState.PREFILL: frozenset(
+        {RequestState.WAITING, RequestState.DECODE, RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}
+    ),
+    RequestState.DECODE: frozenset({RequestState.WAITING, RequestState.FINISHED, RequestState.CANCELLED, RequestState.FAILED}),
     RequestState.FINISHED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     RequestState.FAILED: frozenset(),
@@ -217,9 +220,12 @@ class Request:
     times: Times = field(default_factory=Times)
     state: RequestState = RequestState.WAITING
     stream: Stream | None = None
-    num_prefilled: int = 0
+    turn: int = 0  # counts admissions: the larger, the younger
+    feed: tuple[int, ...] = ()  # what the stream is filled with before it decodes: the prompt, and after a put-back what had been produced
+    num_prefilled: int = 0  # of `feed`
+    num_lost: int = 0  # tokens of `feed` that had been computed when the request was put back
     num_generated: int = 0
-    num_cached: int = 0  # prompt tokens whose state was kept from an earlier request; part of num_prefilled
+    num_cached: int = 0  # prompt tokens whose state was kept from an earlier request, when the request was first admitted
     next_token: int | None = None  # sampled, not yet in the stream's state
     output_ids: list[int] = field(default_factory=list)  # every sampled token
     finish_reason: FinishReason | None = None  # once the request ended with `Finished`

@@ -88,6 +88,13 @@ class GpuWorkerSettings(ServiceSettings):
         le=64,
         description="On a GPU: most streams in one pass of decode; more take turns within a step. 0: all GLM53_MAX_STREAMS.",
     )
+    max_rq_tokens: int = Field(
+        4096,
+        validation_alias="GLM53_MAX_RQ_TOKENS",
+        ge=1,
+        le=1 << 20,
+        description="On a GPU: tokens of an answer that cache pages are reserved for at admission; the rest takes page by page.",
+    )
     max_queued: int = Field(64, validation_alias="GLM53_MAX_QUEUED", ge=1, le=100_000, description="Most requests that wait.")
     queue_timeout_s: float = Field(
         60.0,

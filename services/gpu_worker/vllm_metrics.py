@@ -57,8 +57,7 @@ class VllmMetrics:
         self._queries = counter("prefix_cache_queries", "Prompt tokens that were looked up among kept states.")
         self._hits = counter("prefix_cache_hits", "Of these, tokens that were found.")
         self._generated = counter("generation_tokens", "Tokens sampled.")
-        # Nothing is ever preempted here: an admitted request keeps its place. The name exists for the dashboards that ask for it.
-        counter("num_preemptions", "Requests that lost their place while they ran.")
+        self._preemptions = counter("num_preemptions", "Times that a running request was put back into the queue.")
         success = Counter("vllm:request_success", "Finished requests.", [*_LABELS, "finished_reason"], registry=registry)
         self._success = {reason: success.labels(model_name, _ENGINE, reason) for reason in sorted(set(_REASONS.values()))}
         self._prefill = histogram("request_prefill_time_seconds", "From admission to the end of the prompt.", seconds)
@@ -78,6 +77,10 @@ class VllmMetrics:
     def note_token(self) -> None:
         """A token was sampled."""
         self._generated.inc()
+
+    def note_put_back(self) -> None:
+        """A running request lost its memory."""
+        self._preemptions.inc()
 
     def note_prompt(self, request: Request) -> None:
         """The request's prompt was read to its end."""

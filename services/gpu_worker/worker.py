@@ -216,6 +216,7 @@ class Worker:
             busy_chunk_size=max(16, chunk_size // 4),
             slow_reader_s=settings.slow_reader_s,
             prefix_cache_bytes=settings.prefix_cache_mb << 20,
+            max_rq_tokens=settings.max_rq_tokens,
         )
         metrics = EngineMetrics(model_name=facts.model_name)
         metrics.registry.register(MemoryCollector(settings.service, settings.shm_dir))

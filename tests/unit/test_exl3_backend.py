@@ -71,6 +71,9 @@ class FakeExperts:
     def between_passes(self) -> None:
         self.events.append("between")
 
+    def stats(self) -> dict[str, Any]:
+        return {"slots": 1}
+
     def close(self) -> None:
         self.events.append("experts closed")
 
@@ -141,22 +144,56 @@ def test_a_batch_has_one_row_per_stream_and_the_result_is_the_callers(made: Any)
     assert (a.length, b.length) == (PAGE_TOKENS + 2, 7)
 
 
-def test_streams_are_admitted_only_with_room_for_the_whole_context(made: Any) -> None:
-    """Five pages hold two contexts of two pages; closing gives pages and states back."""
+def test_streams_take_pages_as_they_grow(made: Any) -> None:
+    """What is reserved is taken, the rest comes page by page until none of five is free; closing gives pages and states back."""
     backend, _, cache, _ = made
-    assert backend.streams_free == 2
+    assert backend.streams_free == 3
     streams = [backend.open_stream(), backend.open_stream()]
-    assert backend.streams_free == 0
-    with pytest.raises(RuntimeError, match="pages are reserved"):
-        backend.open_stream()
+    assert backend.fits(5 * PAGE_TOKENS)
+    assert not backend.fits(5 * PAGE_TOKENS + 1)
+    assert backend.extend(streams[0], 3 * PAGE_TOKENS - 20)
+    assert backend.memory_tokens == (0, 3 * PAGE_TOKENS)
     backend.prefill(streams[0], [1] * 300, all_logits=False)
-    assert backend.memory_tokens == (300, 2 * PAGE_TOKENS)
+    assert backend.memory_tokens == (300, 3 * PAGE_TOKENS)
+    assert not backend.fits(2 * PAGE_TOKENS + 1)
+    assert not backend.extend(streams[1], 2 * PAGE_TOKENS + 1)
+    assert backend.memory_tokens == (300, 3 * PAGE_TOKENS)
+    assert backend.extend(streams[1], 2 * PAGE_TOKENS)
+    assert backend.extend(streams[0], 3 * PAGE_TOKENS)
+    assert not backend.extend(streams[0], 3 * PAGE_TOKENS + 1)
+    backend.open_stream()
+    with pytest.raises(RuntimeError, match="3 streams are open"):
+        backend.open_stream()
+    backend.close_stream(list(backend._open.values())[-1])
     with pytest.raises(RuntimeError, match="2 streams are open"):
         backend.check_idle()
     for stream in streams:
         backend.close_stream(stream)
     backend.check_idle()
-    assert (backend.streams_free, cache.states_open, backend.memory_tokens) == (2, 0, (0, 0))
+    assert (backend.streams_free, cache.states_open, backend.memory_tokens) == (3, 0, (0, 0))
+
+
+def test_reserved_pages_change_no_pass(made: Any) -> None:
+    """Block tables name the pages that a pass reads and writes, and no more: equal passes, whatever their streams have in reserve."""
+    backend, model, _, _ = made
+    plain, ahead = backend.open_stream(), backend.open_stream()
+    assert backend.extend(plain, 1)
+    assert backend.extend(ahead, 3 * PAGE_TOKENS)
+    for stream in (plain, ahead):
+        backend.prefill(stream, [1] * 5, all_logits=False)
+        backend.decode([stream], [1])
+    (_, a), (_, b), (_, c), (_, d) = model.calls
+    assert a["block_table"].tolist() == [[0]]
+    assert c["block_table"].tolist() == [[1]]
+    assert b["block_table"].shape == d["block_table"].shape
+    assert d["block_table"][0, 1:].tolist() == [0] * (d["block_table"].shape[1] - 1)
+
+
+def test_pages_are_told(made: Any) -> None:
+    """All of the cache's, and those that nobody has."""
+    backend, _, _, _ = made
+    backend.extend(backend.open_stream(), 2 * PAGE_TOKENS)
+    assert {name: backend.stats()[name] for name in ("cache_pages", "cache_pages_free")} == {"cache_pages": 5, "cache_pages_free": 3}
 
 
 def test_more_tokens_than_the_cache_has_fail_this_call_alone(made: Any) -> None:

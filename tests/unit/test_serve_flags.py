@@ -16,7 +16,20 @@ def settings_of(*flags: str) -> GpuWorkerSettings:
 def test_the_flags_that_users_of_exllamav3_know() -> None:
     """KV tokens, streams, streams of a pass, chunk, and gigabytes of states."""
     settings = settings_of(
-        "-cs", "65536", "--max-batch-size", "6", "-ambs", "3", "-chunk_size", "4096", "-rcs", "1.5", "--context", "20000"
+        "-cs",
+        "65536",
+        "--max-batch-size",
+        "6",
+        "-ambs",
+        "3",
+        "-chunk_size",
+        "4096",
+        "-rcs",
+        "1.5",
+        "--context",
+        "20000",
+        "--max-rq-tokens",
+        "2048",
     )
     assert settings.cache_tokens == 65_536
     assert settings.max_streams == 6
@@ -24,12 +37,13 @@ def test_the_flags_that_users_of_exllamav3_know() -> None:
     assert settings.chunk_size == 4096
     assert settings.prefix_cache_mb == 1536
     assert settings.context_tokens == 20_000
+    assert settings.max_rq_tokens == 2048
 
 
 def test_their_defaults() -> None:
-    """Room for 131,072 tokens, eight streams, four in a pass."""
+    """Room for 131,072 tokens, eight streams, four in a pass, 4,096 tokens of an answer reserved."""
     settings = settings_of()
-    assert (settings.cache_tokens, settings.max_streams, settings.step_streams) == (131_072, 8, 4)
+    assert (settings.cache_tokens, settings.max_streams, settings.step_streams, settings.max_rq_tokens) == (131_072, 8, 4, 4096)
 
 
 @pytest.mark.parametrize("value", ["much", "inf", ""])

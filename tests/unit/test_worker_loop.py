@@ -40,6 +40,7 @@ class FakeStream:
     def __init__(self, ids: Sequence[int] = ()) -> None:
         self.ids = list(ids)
         self.num_bytes = 100
+        self.room = 0
 
     @property
     def length(self) -> int:
@@ -47,9 +48,14 @@ class FakeStream:
 
 
 class FakeBackend:
-    """Counts upwards: after token n the best token is n + 1. Fails when told to."""
+    """Counts upwards: after token n the best token is n + 1. Fails when told to.
 
-    def __init__(self, max_streams: int = 2) -> None:
+    Args:
+        memory: tokens that all streams may have room for together; 0 for no bound.
+    """
+
+    def __init__(self, max_streams: int = 2, memory: int = 0) -> None:
+        self.memory = memory
         self.info = BackendInfo(VOCAB, 1000, max_streams, "fake", "", "exact", "", "none", "", 0, 0, "none")
         self.open: list[FakeStream] = []
         self.passes: list[tuple[str, list[int]]] = []
@@ -63,7 +69,17 @@ class FakeBackend:
 
     @property
     def memory_tokens(self) -> tuple[int, int]:
-        return sum(s.length for s in self.open), 0
+        return sum(s.length for s in self.open), sum(s.room for s in self.open)
+
+    def fits(self, num_tokens: int) -> bool:
+        return self.streams_free > 0 and (not self.memory or num_tokens <= self.memory - self.memory_tokens[1])
+
+    def extend(self, stream: Any, num_tokens: int) -> bool:
+        more = max(0, num_tokens - stream.room)
+        if self.memory and more > self.memory - self.memory_tokens[1]:
+            return False
+        stream.room += more
+        return True
 
     def open_stream(self, snapshot: Any = None) -> FakeStream:
         self.open.append(FakeStream(snapshot.ids if snapshot is not None else ()))
@@ -91,6 +107,7 @@ class FakeBackend:
             assert stream in self.open
             self.fed += len(part)
             stream.ids += part
+            assert not self.memory or stream.length <= stream.room, "a pass without memory"
             rows += [self._row(token) for token in (part if all_logits else part[-1:])]
         return np.stack(rows)
 
@@ -142,9 +159,9 @@ class Reader:
 class Bench:
     """A loop, its backend and a clock that stands still until moved."""
 
-    def __init__(self, max_streams: int = 2, **limits: Any) -> None:
+    def __init__(self, max_streams: int = 2, memory: int = 0, **limits: Any) -> None:
         self.now = 100.0
-        self.backend = FakeBackend(max_streams)
+        self.backend = FakeBackend(max_streams, memory)
         clock = lambda: self.now  # noqa: E731
         self.loop = EngineLoop(
             self.backend,
@@ -515,3 +532,163 @@ def test_scored_prompts_are_computed_in_full() -> None:
     bench.run()
     scored = [token for event in reader.events if isinstance(event, PrefillProgress) for token in event.prompt_tokens]
     assert len(scored) == 60
+
+
+def alone(prompt: Sequence[int], **sampling: Any) -> list[int]:
+    """The tokens of a request that nobody disturbs."""
+    bench = Bench()
+    _, reader = bench.submit("alone", prompt=prompt, **sampling)
+    bench.run()
+    return reader.ids
+
+
+def test_a_request_reserves_its_prompt_and_part_of_its_answer() -> None:
+    """Far more of it is allowed to come than memory is reserved for; the next one in line waits until that much is free."""
+    bench = Bench(max_streams=4, memory=50, max_rq_tokens=8)
+    bench.submit("a", prompt=range(10), max_tokens=500)
+    bench.submit("b", prompt=range(10), max_tokens=3)
+    bench.submit("c", prompt=range(20), max_tokens=500)
+    bench.loop.step()
+    assert [stream.room for stream in bench.backend.open] == [18, 13]
+    assert (bench.loop.num_running, bench.loop.num_queued) == (2, 1)
+    while len(bench.backend.open) == 2:
+        bench.loop.step()
+    bench.loop.step()
+    assert bench.backend.open[-1].room == 28
+
+
+def test_nobody_overtakes_a_request_that_waits_for_memory() -> None:
+    """Short requests that would fit do not keep a long one waiting for ever."""
+    bench = Bench(max_streams=8, memory=40, max_rq_tokens=4)
+    bench.submit("running", prompt=range(20), max_tokens=4)
+    long, _ = bench.submit("long", prompt=range(30), max_tokens=2)
+    shorts = [bench.submit(f"short{i}", prompt=[1], max_tokens=2)[0] for i in range(4)]
+    bench.loop.step()
+    assert bench.loop.num_running == 1
+    assert all(short.state is RequestState.WAITING for short in shorts)
+    bench.run()
+    assert all(short.turn > long.turn > 0 for short in shorts)
+    assert long.done
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_that_was_put_back_loses_and_doubles_nothing(seed: int) -> None:
+    """Where memory is short the youngest give theirs up and go on later: same tokens as alone, one admission, one end, growing progress."""
+    draw = np.random.default_rng(seed)
+    bench = Bench(max_streams=6, memory=120, max_rq_tokens=2, max_queued=32, prefix_cache_bytes=0)
+    asked = []
+    for i in range(12):
+        prompt = [int(t) for t in draw.integers(0, 40, draw.integers(1, 60))]
+        sampling: dict[str, Any] = {"max_tokens": int(draw.integers(1, 60)), "temperature": float(i % 2), "seed": i, "ignore_eos": True}
+        if i % 3 == 0:
+            sampling |= {"repetition_penalty": 1.3, "frequency_penalty": 0.7, "logprobs": 1, "stop": (b"xyz",)}
+        asked.append((prompt, sampling, bench.submit(f"r{i}", prompt=prompt, key=f"k{i % 3}", **sampling)))
+    bench.run()
+    for prompt, sampling, (request, reader) in asked:
+        assert reader.ids == alone(prompt, **sampling), request.spec.request_id
+        end = reader.end
+        assert isinstance(end, Finished)
+        assert end.completion_tokens == request.num_generated
+        assert sum(isinstance(event, Admitted) for event in reader.events) == 1
+        progress = [event.done_tokens for event in reader.events if isinstance(event, PrefillProgress)]
+        assert progress == sorted(set(progress))
+        assert progress[-1] == len(prompt)
+    document = bench.loop.metrics.to_json()
+    assert document["requests_put_back"] > 0
+    assert 0 < document["recomputed_tokens"] < document["prefill_tokens"]
+    text = bench.loop.metrics.prometheus_text().decode()
+    assert f"glm53_requests_put_back_total {document['requests_put_back']:.1f}" in text
+    assert f'vllm:num_preemptions_total{{engine="0",model_name=""}} {document["requests_put_back"]:.1f}' in text
+    # Every prompt was read once, however often it was computed.
+    assert f'vllm:prompt_tokens_total{{engine="0",model_name=""}} {sum(len(p) for p, _, _ in asked):.1f}' in text
+
+
+def test_the_oldest_keeps_its_memory() -> None:
+    """The youngest is put back, whatever it is doing; it is in again before anybody from the queue."""
+    bench = Bench(max_streams=4, memory=48, max_rq_tokens=1)
+    old, reader = bench.submit("old", prompt=[1] * 8, max_tokens=36, ignore_eos=True)
+    bench.loop.step()
+    young, _ = bench.submit("young", prompt=[2] * 24, max_tokens=10, ignore_eos=True)
+    late, _ = bench.submit("late", prompt=[3] * 20, max_tokens=1)
+    states = []
+    while not old.done:
+        bench.loop.step()
+        states.append((old.state, young.state, late.state))
+    assert all(state in (RequestState.DECODE, RequestState.FINISHED) for state, _, _ in states)
+    assert (RequestState.DECODE, RequestState.WAITING, RequestState.WAITING) in states
+    assert isinstance(reader.end, Finished)
+    assert all(other is RequestState.WAITING for _, state, other in states if state is RequestState.WAITING)
+    bench.run()
+    assert young.state is late.state is RequestState.FINISHED
+
+
+def test_scores_of_a_prompt_that_was_put_back_come_once() -> None:
+    """A prompt that loses its memory half way is scored to its end, no position twice."""
+    bench = Bench(max_streams=2, memory=60, max_rq_tokens=1, busy_chunk_size=4)
+    bench.submit("old", prompt=[1] * 12, max_tokens=40, ignore_eos=True)
+    bench.loop.step()
+    prompt = [i % 40 for i in range(40)]
+    request, reader = bench.submit("scored", prompt=prompt, max_tokens=0, scores=PromptScores(1, 1))
+    while request.num_lost == 0:
+        bench.loop.step()
+    assert 0 < request.num_lost < len(prompt)
+    bench.run()
+    scored = [token.token_id for event in reader.events if isinstance(event, PrefillProgress) for token in event.prompt_tokens]
+    assert scored == prompt
+    assert isinstance(reader.end, Finished)
+
+
+def test_what_was_put_back_can_be_cancelled_and_fails_with_the_loop() -> None:
+    """Waiting for memory a request still ends once: when it is cancelled, when its reader is gone, when the loop stops."""
+    for how in ("cancel", "stalled", "stop"):
+        bench = Bench(max_streams=4, memory=40, max_rq_tokens=1)
+        bench.submit("old", prompt=[1] * 8, max_tokens=10**6, ignore_eos=True)
+        bench.loop.step()
+        young, reader = bench.submit("young", prompt=[2] * 20, max_tokens=10, ignore_eos=True)
+        while young.num_lost == 0:
+            bench.loop.step()
+        assert bench.loop.num_queued == 1
+        if how == "cancel":
+            bench.loop.cancel("young")
+            bench.loop.step()
+            assert young.state is RequestState.CANCELLED
+        elif how == "stalled":
+            reader.stalled, bench.now = 100.0, bench.now + 100
+            bench.loop.step()
+            assert isinstance(reader.end, Failed)
+        else:
+            bench.loop.stop()
+            bench.loop.run_forever()
+            assert isinstance(reader.end, Failed)
+            assert not bench.backend.open
+        assert bench.loop.num_queued == 0
+        assert reader.events[-1] is reader.end
+
+
+def test_a_request_larger_than_all_memory_fails_alone() -> None:
+    """It would wait for ever: it is told so, and the next one is served."""
+    bench = Bench(memory=20)
+    _, large = bench.submit("large", prompt=[1] * 30)
+    _, small = bench.submit("small", prompt=[1] * 10)
+    bench.run()
+    assert isinstance(large.end, Failed)
+    assert "too small" in large.end.error.message
+    assert isinstance(small.end, Finished)
+    assert not bench.backend.open
+
+
+def test_a_paused_reader_that_holds_the_memory_is_waited_for_and_not_spun_on() -> None:
+    """The oldest stream's reader is slow: the loop rests, and all end as soon as it reads on."""
+    bench = Bench(max_streams=4, memory=40, max_rq_tokens=1)
+    _, slow = bench.submit("slow", prompt=[1] * 20, max_tokens=15, ignore_eos=True)
+    bench.loop.step()
+    slow.full = True
+    young, reader = bench.submit("young", prompt=[2] * 10, max_tokens=20, ignore_eos=True)
+    bench.run()
+    assert young.state is RequestState.WAITING
+    assert not bench.loop.has_work
+    slow.full = False
+    assert bench.loop.has_work
+    bench.run()
+    assert reader.ids == alone([2] * 10, max_tokens=20, ignore_eos=True)
+    assert isinstance(slow.end, Finished)

@@ -98,12 +98,16 @@ class Backend(Protocol):
 
     @property
     def streams_free(self) -> int:
-        """How many more streams can be opened."""
+        """How many more streams can be opened, as far as their number goes."""
         ...
 
     @property
     def memory_tokens(self) -> tuple[int, int]:
         """(tokens of context in use, tokens reserved) over all open streams."""
+        ...
+
+    def fits(self, num_tokens: int) -> bool:
+        """True when a stream of so many tokens can be opened now and has all its memory at once."""
         ...
 
     def open_stream(self, snapshot: Snapshot | None = None) -> Stream:
@@ -112,6 +116,10 @@ class Backend(Protocol):
         Raises:
             RuntimeError: none is free; the engine asks `streams_free` first.
         """
+        ...
+
+    def extend(self, stream: Stream, num_tokens: int) -> bool:
+        """Takes memory until the stream can hold so many tokens. False when there is too little: then nothing was taken."""
         ...
 
     def snapshot(self, stream: Stream) -> Snapshot | None:

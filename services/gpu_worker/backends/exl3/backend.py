@@ -16,7 +16,7 @@ import torch
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.exl3.experts import ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
-from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PageTable, pages_for
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.patches.replace import Replacements
 
@@ -98,9 +98,8 @@ class Exl3Backend:
 
     @property
     def streams_free(self) -> int:
-        """Streams that can be opened and grow to the whole context."""
-        fits = self._pages.num_pages // pages_for(self.info.max_context)
-        return max(0, min(self.info.max_streams, fits) - len(self._open))
+        """Streams that can be opened."""
+        return self.info.max_streams - len(self._open)
 
     @property
     def memory_tokens(self) -> tuple[int, int]:
@@ -108,16 +107,28 @@ class Exl3Backend:
         streams = list(self._open.values())
         return sum(s.length for s in streams), sum(len(s.pages) for s in streams) * PAGE_TOKENS
 
+    def fits(self, num_tokens: int) -> bool:
+        """True when a stream is free, and so are pages for all its tokens."""
+        return self.streams_free > 0 and pages_for(num_tokens) <= self._pages.num_free
+
     @_on_device
     def open_stream(self, snapshot: Snapshot | None = None) -> GpuStream:
         """Opens an empty stream. There are no snapshots to continue."""
         if snapshot is not None:
             raise RuntimeError("this backend makes no snapshots")
         if self.streams_free <= 0:
-            raise RuntimeError(f"all {self.info.max_streams} streams are open, or the cache's {self._pages.num_pages} pages are reserved")
+            raise RuntimeError(f"all {self.info.max_streams} streams are open")
         stream = GpuStream(self._cache.get_new_state() if self._recurrent else None)
         self._open[id(stream)] = stream
         return stream
+
+    def extend(self, stream: Stream, num_tokens: int) -> bool:
+        """Takes pages until they hold so many tokens; False when too few are free."""
+        try:
+            self._pages.grow(cast("GpuStream", stream).pages, num_tokens)
+        except PagesExhausted:
+            return False
+        return True
 
     def snapshot(self, stream: Stream) -> None:
         """None: a recurrent state can only be kept together with a whole number of pages, which the engine does not ask for."""
@@ -141,10 +152,13 @@ class Exl3Backend:
         return self._chunk(mine, token_ids, 1)
 
     def _chunk(self, stream: GpuStream, token_ids: Sequence[int], rows: int) -> Logits:
-        self._pages.grow(stream.pages, stream.length + len(token_ids))
+        end = stream.length + len(token_ids)
+        self._pages.grow(stream.pages, end)
+        # Without the pages that are only reserved: a pass looks the same, whatever its stream has in reserve.
+        pages = stream.pages[: pages_for(end)]
         params = {
             "attn_mode": "flash_attn",
-            "block_table": torch.tensor([stream.pages], dtype=torch.int32),
+            "block_table": torch.tensor([pages], dtype=torch.int32),
             "cache": self._cache,
             "cache_seqlens": torch.tensor([stream.length], dtype=torch.int32),
             "recurrent_states": [stream.state] if stream.state is not None else None,
@@ -174,12 +188,13 @@ class Exl3Backend:
     def _pass(self, batch: Sequence[GpuStream], token_ids: Sequence[int]) -> Logits:
         ids = self._pinned("ids", (len(batch), 1), torch.int64)
         lengths = self._pinned("lengths", (len(batch),), torch.int32)
-        width = -(-max(len(stream.pages) for stream in batch) // _TABLE_STEP) * _TABLE_STEP
+        used = [stream.pages[: pages_for(stream.length + 1)] for stream in batch]
+        width = -(-max(map(len, used)) // _TABLE_STEP) * _TABLE_STEP
         table = self._pinned("table", (len(batch), width), torch.int32)
         table.zero_()
-        for row, (stream, token) in enumerate(zip(batch, token_ids, strict=True)):
+        for row, (stream, pages, token) in enumerate(zip(batch, used, token_ids, strict=True)):
             ids[row, 0], lengths[row] = token, stream.length
-            table[row, : len(stream.pages)] = torch.tensor(stream.pages, dtype=torch.int32)
+            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         params = {
             "attn_mode": "flash_attn",
             "block_table": table,
@@ -217,8 +232,8 @@ class Exl3Backend:
             raise RuntimeError(f"{self._pages.num_pages - self._pages.num_free} cache pages are held by no stream")
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the experts."""
-        return self.experts.stats()
+        """Counters of the experts, and the cache's pages."""
+        return {**self.experts.stats(), "cache_pages": self._pages.num_pages, "cache_pages_free": self._pages.num_free}
 
     def verify(self) -> VerifyReport:
         """Re-reads every record and slot."""
