@@ -32,41 +32,35 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report, routing_trace, slice_cases, slice_checkpoint
+from bench import report, routing_trace, slice_cases, slice_checkpoint, slice_modules, slice_rates, slice_traces
 from bench.backend_info import gpu_info
-from bench.slice_cases import MODES, Mode, Row, Rows
+from bench.kept_rows import Row, Rows
+from bench.slice_cases import MODES, Case, Mode
 from bench.slice_checkpoint import BITS, HIDDEN, INTER
 from bench.slice_dry import DryEngine
 from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib
 from kernels.python import segments
 from kernels.python.arena import Arena
-from kernels.python.cache_sim import CachePolicy, simulate
 from kernels.python.expert import ExpertShape
 from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 
-__all__ = ["BITS", "HIDDEN", "INTER", "ForcedRouting", "decode", "link_rate", "open_arena", "prefill", "write_checkpoint"]
+__all__ = ["BITS", "HIDDEN", "INTER", "ForcedRouting", "decode", "open_arena", "prefill", "write_checkpoint"]
 
 SHM = "/dev/shm"
 PROMPT = 64
 CARD_MIB = 24_564  # of the card that the model is meant for; torch may take no more outside of the resident mode
-CACHE_TOKENS = 16_384
 CHUNK = 8192
-# The simulator's heat with the GPU backend's parameters.
-HEAT: dict[str, Any] = {
-    "admit_after": 1,
-    "admit_margin": 1.0,
-    "heat_slow_half_life": 400,
-    "heat_fast_half_life": 12,
-    "heat_fast_weight": 1.0,
-}
+PAGES_BEHIND = 2 * PAGE_TOKENS  # of a long context: what decode adds to it, rounded up
+LONG_SHARE = 3  # decode behind a long context takes a third of the steps: the cache is warm by then
 COMMANDS = ("prepare", "ours", "stock", "stock_resident")
 
 
@@ -136,10 +130,15 @@ class ForcedRouting:
     """Replaces the router's picks by the trace's, one token of it per decode step."""
 
     def __init__(self, loaded: loader.Loaded, trace: np.ndarray) -> None:
-        self.trace = torch.from_numpy(trace.astype(np.int64)).to(loaded.table.device)
-        self.step = -1
+        self._device = loaded.table.device
+        self.use(trace)
         for layer in loaded.layers:
             layer.mlp.routing_fn = self._wrap(layer.mlp.routing_fn, layer.index)
+
+    def use(self, trace: np.ndarray) -> None:
+        """Goes on with another trace, [tokens, streams, layers, 8]."""
+        self.trace = torch.from_numpy(trace.astype(np.int64)).to(self._device)
+        self.step = -1
 
     def _wrap(self, stock: Callable[..., Any], layer: int) -> Callable[..., Any]:
         def routed(rows: int, config: Any, y: Any, params: Any) -> Any:
@@ -152,35 +151,58 @@ class ForcedRouting:
         return routed
 
 
-def link_rate(store: ExpertStore, loaded: loader.Loaded) -> float:
-    """Bytes per second of the copy engine, record by record, best of five."""
-    count = min(64, store.placement.num_slots)
-    best = 0.0
-    for _ in range(5):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for i in range(count):
-            store._slots[i].copy_(loaded.records.host[i], non_blocking=True)
-        torch.cuda.synchronize()
-        best = max(best, count * loaded.records.stride / (time.perf_counter() - began))
-    return best
+def fill_cache(cache: Any) -> None:
+    """Noise in every tensor of the key-value cache: what contexts that nobody computed are made of."""
+    with torch.inference_mode():
+        for tensor in cache.get_all_tensors():
+            if tensor.is_floating_point():
+                tensor.normal_()
 
 
-def decode(backend: Exl3Backend, routing: ForcedRouting, streams: int, warm: int, steps: int, deadline: float) -> dict[str, Any]:
-    """Steady decode: ms per step, counters."""
+def lengthen(backend: Exl3Backend, stream: Any, tokens: int) -> None:
+    """Lets a stream have a context of so many tokens that nobody computed.
+
+    Its recurrent state stays that of its short prompt: a state has the same size behind any number of tokens.
+    """
+    backend._pages.grow(stream.pages, tokens)
+    stream.length = tokens
+
+
+def decode(
+    backend: Exl3Backend,
+    routing: ForcedRouting,
+    streams: int,
+    warm: int,
+    steps: int,
+    deadline: float,
+    *,
+    context: int = 0,
+    before: dict[int, Callable[[], None]] | None = None,
+) -> dict[str, Any]:
+    """Steady decode: ms per step, counters.
+
+    Args:
+        context: tokens behind which to decode; 0 for those of a short prompt.
+        before: what runs before a step of that number, off the clock.
+    """
     routing.step = -1
     opened = [backend.open_stream() for _ in range(streams)]
     rng = np.random.default_rng(4)
     times: list[float] = []
-    before: dict[str, Any] = {}
+    counted: dict[str, Any] = {}
     try:
         for stream in opened:
             backend.prefill(stream, rng.integers(10, 2000, PROMPT).tolist(), all_logits=False)
+            if context:
+                lengthen(backend, stream, context)
         for step in range(warm + steps):
             if time.monotonic() > deadline:
                 break
+            if before and step in before:
+                routing.step = -1
+                before[step]()
             if step == warm:
-                before = dict(backend.stats())
+                counted = dict(backend.stats())
             routing.step = step
             began = time.perf_counter()
             backend.decode(opened, rng.integers(10, 2000, streams).tolist())
@@ -192,35 +214,44 @@ def decode(backend: Exl3Backend, routing: ForcedRouting, streams: int, warm: int
         routing.step = -1
     if not times:
         return {"steps": 0}
-    after = backend.stats()
+    return decode_row(times, streams, counted, backend.stats(), backend.experts._records.stride) | ({"context": context} if context else {})
+
+
+def decode_row(times: list[float], streams: int, before: dict[str, Any], after: dict[str, Any], stride: int) -> dict[str, Any]:
+    """What steps and the counters around them say."""
     picks, hits, missed = (after[k] - before[k] for k in ("decode_picks", "decode_hits", "decode_records_missed"))
     ms = 1000 * float(np.mean(times))
-    return {
+    row = {
         "steps": len(times),
         "ms": round(ms, 3),
         "ms_median": round(1000 * float(np.median(times)), 3),
         "ms_p99": round(1000 * float(np.quantile(times, 0.99)), 3),
         "tok_s": round(streams * 1000 / ms, 2),
         "hit_rate": round(hits / picks, 4) if picks else None,
-        "missed_mib_per_step": round(missed * backend.experts._records.stride / len(times) / 2**20, 1),
+        "missed_mib_per_step": round(missed * stride / len(times) / 2**20, 1),
         "copied_mib_per_step": round((after["bytes_copied"] - before["bytes_copied"]) / len(times) / 2**20, 1),
     }
+    if "records_in_place" in after:
+        row["read_in_place_per_step"] = round((after["records_in_place"] - before["records_in_place"]) / len(times), 2)
+    return row
 
 
 def prefill(backend: Exl3Backend, tokens: int) -> dict[str, Any]:
-    """One prompt in one pass, the second time."""
+    """One prompt in passes of CHUNK, the second time."""
     times = []
+    ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
     for _ in range(2):
         stream = backend.open_stream()
         try:
-            ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
             torch.cuda.synchronize()
             began = time.perf_counter()
-            backend.prefill(stream, ids, all_logits=False)
+            for start in range(0, tokens, CHUNK):
+                backend.prefill(stream, ids[start : start + CHUNK], all_logits=False)
             times.append(time.perf_counter() - began)
         finally:
             backend.close_stream(stream)
-    return {"tokens": tokens, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+    chunks = -(-tokens // CHUNK)
+    return {"tokens": tokens, "chunks": chunks, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
 
 
 class OurEngine:
@@ -232,9 +263,12 @@ class OurEngine:
         checkpoint = Checkpoint(args.folder)
         self._arena_path = Path(segments.arena_path(SHM, "slice"))
         arena, shapes, self._facts = fill_arena(checkpoint, self._arena_path)
-        self._loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=8, chunk=CHUNK)
+        tokens = -(-(args.context + args.warm + args.steps) // PAGES_BEHIND) * PAGES_BEHIND  # of a stream
+        self._loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=8 * tokens, max_streams=8, chunk=CHUNK)
+        fill_cache(self._loaded.cache)
+        self._trace = trace
         self._routing = ForcedRouting(self._loaded, trace)
-        self._info = gpu_info(checkpoint.config.vocab_size, 2048, 8, CHUNK)
+        self._info = gpu_info(checkpoint.config.vocab_size, tokens, 8, CHUNK)
         self._records = self._loaded.records.num_records
         self._slots = round(routing_trace.SLOT_SHARE * self._records)
         self._total = torch.cuda.mem_get_info(loader.DEVICE)[1]
@@ -252,6 +286,8 @@ class OurEngine:
             "records": self._records,
             "slots": self._slots,
             "record_bytes": self._loaded.records.stride,
+            "context_tokens": args.context,
+            "context": "noise in the key-value cache, nobody's prompt; the recurrent state of a short one",
             "pin_s": round(self._loaded.records.pin_seconds, 2),
             "vram_after_load_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
             "loaded_s": round(time.perf_counter() - began, 1),
@@ -264,11 +300,12 @@ class OurEngine:
         torch.cuda.set_per_process_memory_fraction(1.0 if whole else min(1.0, CARD_MIB * 2**20 / self._total))
         count = {"all": self._records, "one": 1, "share": self._slots}[mode.slots]
         after = self._args.admit_after
-        options = ExpertOptions(PlacementOptions(admit_after=after), pager=PagerPolicy(admit_after=after), **mode.options)
+        policy = PagerPolicy(admit_after=after, link_derate=mode.link_derate)
+        options = ExpertOptions(PlacementOptions(admit_after=after), pager=policy, **mode.options)
         self._into = Replacements()
         self._store = loader.make_store(self._loaded, count, routing_trace.TOP_K, options, self._into)
         if "link_gb_s" not in self._facts and count > 1:
-            self._facts["link_gb_s"] = round(link_rate(self._store, self._loaded) / 1e9, 2)
+            self._facts |= self._rates(self._store)
         self._store.place(loader.spread(count, self._records) if count > 1 else ())
         self._backend = Exl3Backend(self._loaded.model, self._loaded.cache, self._store, self._loaded.records, Replacements(), self._info)
         if not self._compiled:
@@ -286,13 +323,67 @@ class OurEngine:
         self._store = self._into = self._backend = None
         torch.cuda.empty_cache()
 
-    def decode(self, streams: int) -> Row:
-        assert self._backend is not None
-        return decode(self._backend, self._routing, streams, self._args.warm, self._args.steps, self._deadline)
+    def _rates(self, store: ExpertStore) -> Row:
+        threads = max(1, (os.cpu_count() or 2) - 2)
+        return {
+            "link_gb_s": round(slice_rates.link_rate(store, self._loaded) / 1e9, 2),
+            "link_half_gb_s": round(slice_rates.link_rate(store, self._loaded, derate=2) / 1e9, 2),
+            "dram_gb_s": round(slice_rates.read_rate(self._loaded, threads) / 1e9, 2),
+            "dram_threads": threads,
+            "vram_copy_gb_s": round(slice_rates.copy_rate() / 1e9, 1),
+        }
 
-    def prefill(self) -> Row:
+    def measure(self, case: Case) -> Row:
         assert self._backend is not None
-        return prefill(self._backend, self._args.prefill)
+        args = self._args
+        if case.kind == "prefill":
+            return prefill(self._backend, args.context if case.long else args.prefill)
+        if case.kind == "modules":
+            return self._modules(self._backend)
+        if case.kind == "trace":
+            return self._on_trace(self._backend, case.what)
+        share = LONG_SHARE if case.long else 1
+        warm, steps = max(1, args.warm // share), max(1, args.steps // share)
+        return decode(self._backend, self._routing, case.streams, warm, steps, self._deadline, context=args.context if case.long else 0)
+
+    def _on_trace(self, backend: Exl3Backend, what: str) -> Row:
+        """One stream on a trace of its own, the slots as a fresh start has them: every policy gets the same warm-up."""
+        args, before = self._args, {}
+        self._store_of().place(loader.spread(self._slots, self._records))
+        if what == "drift":
+            self._routing.use(slice_traces.drifting(args.seed, args.warm + args.steps, depths_of(args.layers)))
+        else:
+            before = {slice_traces.middle(args.warm, args.warm + args.steps): lambda: self._one_prompt(backend)}
+        try:
+            return decode(backend, self._routing, 1, args.warm, args.steps, self._deadline, before=before)
+        finally:
+            self._routing.use(self._trace)
+
+    def _store_of(self) -> ExpertStore:
+        assert self._store is not None
+        return self._store
+
+    def _one_prompt(self, backend: Exl3Backend) -> None:
+        stream = backend.open_stream()
+        try:
+            backend.prefill(stream, np.random.default_rng(6).integers(10, 2000, self._args.prefill).tolist(), all_logits=False)
+        finally:
+            backend.close_stream(stream)
+
+    def _modules(self, backend: Exl3Backend) -> Row:
+        """One stream's step, module by module."""
+        stream = backend.open_stream()
+        try:
+            backend.prefill(stream, list(range(10, 10 + PROMPT)), all_logits=False)
+
+            def step() -> None:
+                self._routing.step += 1
+                backend.decode([stream], [10])
+
+            return slice_modules.table(self._loaded.model, step)
+        finally:
+            backend.close_stream(stream)
+            self._routing.step = -1
 
     def after(self) -> Row:
         row: Row = {"ram_extra_gib": ram_extra_gib(self._loaded.records.arena.total_bytes, [self._arena_path])}
@@ -323,7 +414,7 @@ def make_engine(side: str, args: argparse.Namespace, trace: np.ndarray, deadline
         return OurEngine(args, trace, deadline)
     from bench.slice_stock import StockEngine
 
-    return StockEngine(side, args, trace)
+    return StockEngine(side, args, trace, deadline)
 
 
 def prepare_exllamav3(args: argparse.Namespace) -> None:
@@ -343,18 +434,6 @@ def depths_of(layers: int) -> tuple[int, ...]:
     return tuple(every[i * len(every) // layers] for i in range(layers))
 
 
-def hit_rates(trace: np.ndarray, slots: int, warm: int) -> Row:
-    """What every policy hits on one stream's trace: by counts alone, without a device."""
-    one = np.ascontiguousarray(trace[:, :1].reshape(len(trace), -1, routing_trace.TOP_K))
-    return {
-        f"{policy.name.lower()}_hit_rate": round(
-            simulate(policy, one, routing_trace.EXPERTS, slots, warm_tokens=warm, **(HEAT if policy is CachePolicy.HEAT else {})).hit_ratio,
-            4,
-        )
-        for policy in CachePolicy
-    }
-
-
 def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     """One command's cases."""
     todo = [case for case in slice_cases.cases(command, args.warm + args.steps) if not rows.done(case.name)]
@@ -363,8 +442,9 @@ def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float)
         return
     trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8, depths=depths_of(args.layers))
     if command == "ours":
-        slots = round(routing_trace.SLOT_SHARE * args.layers * routing_trace.EXPERTS)
-        rows.note(layers=args.layers, seed=args.seed, depths=depths_of(args.layers), **hit_rates(trace, slots, args.warm))
+        depths = depths_of(args.layers)
+        by_counts = slice_traces.all_rates(args.seed, args.warm + args.steps, args.warm, depths)
+        rows.note(layers=args.layers, seed=args.seed, depths=depths, hit_rates=by_counts)
     began = time.monotonic()
     engine = make_engine(command, args, trace, deadline)
     try:
@@ -412,7 +492,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
     made.add_argument("--steps", type=int, default=150)
-    made.add_argument("--prefill", type=int, default=8192, help="tokens of the measured prefill")
+    made.add_argument("--prefill", type=int, default=8192, help="tokens of the shorter prefill")
+    made.add_argument("--context", type=int, default=32_768, help="tokens of the longer prefill, and behind which the @32k cases decode")
     made.add_argument("--admit-after", type=int, default=1)
     made.add_argument("--seconds", type=float, default=3600.0, help="of each command: no case begins that would end later")
     made.add_argument("--tune", action="store_true", help="let Triton time its configurations")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import gpu_exact_slice, routing_trace
+from bench import gpu_exact_slice, routing_trace, slice_rates
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, ROUND_TRIP, TINY, Results, fidelity
 from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
@@ -102,7 +101,7 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
         everything = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
         link = dram = 0.0
         with rig.backend(everything) as backend:
-            link, dram = gpu_exact_slice.link_rate(backend.experts, loaded), read_rate(loaded, args.threads)
+            link, dram = slice_rates.link_rate(backend.experts, loaded), slice_rates.read_rate(loaded, args.threads)
             results.summary |= {"link_gb_s": round(link / 1e9, 2), "dram_gb_s": round(dram / 1e9, 2)}
             gpu_exact_slice.decode(backend, routing, 1, 0, 30, deadline)  # compiles
             measure(results, backend, routing, everything, args, deadline, {})
@@ -185,19 +184,6 @@ def over_bounds(row: dict[str, Any], resident_ms: float, link: float, dram: floa
         bounds["bound"] = resident_ms + 1000 * missed / min(link + lane, dram)
     result: dict[str, Any] = {f"{name}_ms": round(value, 3) for name, value in bounds.items()}
     return result | {f"step_over_{name}": round(row["ms"] / value, 3) for name, value in bounds.items()}
-
-
-def read_rate(loaded: loader.Loaded, threads: int) -> float:
-    """Bytes per second at which so many threads read the arena, best of three."""
-    words = loaded.records.host.numpy().view(np.uint64)
-    share = min(len(words), 64 * threads) // threads
-    best = 0.0
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(3):
-            began = time.perf_counter()
-            list(pool.map(lambda i: int(words[i * share : (i + 1) * share].max()), range(threads)))
-            best = max(best, share * threads * words.shape[1] * 8 / (time.perf_counter() - began))
-    return best
 
 
 def lanes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report
+from bench import report, slice_rates
 from kernels.python.cuda_expert import CudaExperts, Routing
 from kernels.python.expert import ExpertPool, ExpertShape
 from tests.gpu.int_expert_steps import Step, differing, expected_out, expected_rows
@@ -221,21 +221,6 @@ def measure(graphs: dict[str, torch.cuda.CUDAGraph], seconds: float) -> dict[str
     return samples
 
 
-def copy_gb_s() -> float:
-    """Bytes read plus written by a device copy of 1 GiB, in 1e9 a second."""
-    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return 2 * source.numel() / statistics.median(times[2:]) / 1e6
-
-
 def check(layer: Layer, batch: Batch, call: Call, out: torch.Tensor, host: Any, pool: ExpertPool) -> None:
     """Step 0 of a batch against the CPU kernel. Raises AssertionError when a bit differs."""
     out.fill_(float("nan"))
@@ -279,7 +264,7 @@ def main() -> None:
     stock, reason = stock_or_reason(layer)
     experts = CudaExperts(layer.shape, MAX_ROWS * TOP_K, torch.cuda.current_device())
     started["gpu"] = {"kernel": experts.description, "torch": torch.__version__, "cuda": torch.version.cuda}
-    copy_rate = copy_gb_s()
+    copy_rate = slice_rates.copy_rate() / 1e9
     rows: list[dict[str, Any]] = []
     with ExpertPool(threads=max(1, min(16, os.cpu_count() or 1))) as pool:
         for tokens, distinct in SHAPES:

@@ -1,29 +1,24 @@
-"""What the full-shape slice measures, case by case: names, expected seconds, rows that survive a broken run, and the figures made of them.
+"""What the full-shape slice measures, case by case: names, expected seconds, the order of their worth, and the figures made of their rows.
 
 Nothing here needs a GPU: the dry run and the tests use all of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from bench import report
+from bench.kept_rows import Row, Rows, reasons
 
 STREAMS = (1, 2, 4, 8)
 # ms a step of stock 1.5.1's CPU split as it was measured before (15 threads): slower by more than SLOW, and the run is of no use.
 STOCK_MS = {1: 23.3, 2: 36.0, 4: 79.5}
 SLOW = 1.15
 MOST_FAILURES = 2
-Row = dict[str, Any]
+LONG = "@32k"
 
 
 @dataclass(frozen=True)
@@ -34,16 +29,20 @@ class Mode:
         name: part of the case's name.
         slots: `share` of the records, `all`, or `one`.
         options: ExpertOptions' fields.
+        link_derate: every miss is copied so many times.
     """
 
     name: str
     slots: str
     options: dict[str, Any]
+    link_derate: int = 1
 
 
 MODES = (
     Mode("between_steps", "share", {}),
     Mode("in_step", "share", {"on_demand": True}),
+    # Nothing is read in place, and every miss is copied twice: as over a link of half the rate.
+    Mode("in_step_half_link", "share", {"on_demand": True}, link_derate=2),
     Mode("in_place", "one", {"admit": False}),
     Mode("resident", "all", {"admit": False}),
 )
@@ -51,7 +50,11 @@ MODES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: `what` is C1, C2, ... or prefill."""
+    """One measurement.
+
+    `what` is decode of so many streams (C1, C2, ...; C1@32k: behind a long context), prefill8k or prefill32k, a trace of its own (drift,
+    scan; one stream), or modules: enqueue and busy time of each kind of module.
+    """
 
     side: str  # ours, stock, stock_resident
     mode: str
@@ -64,9 +67,21 @@ class Case:
         return "/".join(part for part in (self.side, self.mode, self.what) if part)
 
     @property
+    def kind(self) -> str:
+        """decode, prefill, trace or modules."""
+        if self.what.startswith("prefill"):
+            return "prefill"
+        return {"drift": "trace", "scan": "trace", "modules": "modules"}.get(self.what, "decode")
+
+    @property
+    def long(self) -> bool:
+        """With a context, or a prompt, of 32k."""
+        return "32k" in self.what
+
+    @property
     def streams(self) -> int:
-        """Of a decode case."""
-        return int(self.what[1:])
+        """Of a decode case; the other kinds have one."""
+        return int(self.what.removesuffix(LONG)[1:]) if self.kind == "decode" else 1
 
 
 # ms a step, for the estimates: measured before, or (in_step) as between_steps.
@@ -74,9 +89,40 @@ _EXPECTED_MS = {
     "resident": {1: 6, 2: 9, 4: 11, 8: 16},
     "between_steps": {1: 16, 2: 28, 4: 52, 8: 95},
     "in_step": {1: 16, 2: 28, 4: 52, 8: 95},
+    "in_step_half_link": {1: 27},
     "in_place": {1: 27},
     "stock": {1: 23, 2: 36, 4: 80},
 }
+# The most valuable first: what is left out by a lack of time stands last. Each change of the mode costs a second.
+_ORDER = (
+    ("between_steps", "C1"),
+    ("in_step", "C1"),
+    ("resident", "C1 C2 C4 prefill8k"),
+    ("in_step", "C4 C2 prefill8k"),
+    ("between_steps", "C4 C2 prefill8k"),
+    ("resident", "modules"),
+    ("in_step_half_link", "C1"),
+    ("in_step", "drift scan C8 C1@32k prefill32k"),
+    ("between_steps", "drift scan C8 C1@32k prefill32k"),
+    ("resident", "C8 C1@32k prefill32k C4@32k"),
+    ("in_step", "C4@32k C2@32k C8@32k"),
+    ("between_steps", "C4@32k C2@32k C8@32k"),
+    ("resident", "C2@32k C8@32k"),
+    ("in_place", "C1"),
+)
+_STOCK_ORDER = {"stock": "C1 C4 C2 C1@32k", "stock_resident": "C1 C2 C4 prefill8k C1@32k prefill32k"}
+_PREFILL_S = {"prefill8k": 4.0, "prefill32k": 10.0}
+_STOCK_SPLIT_S = {"C1@32k": 60.0}  # never measured; it has a limit of its own
+ENTER_S = 1.5
+
+
+def _expected_s(mode: str, what: str, steps: int) -> float:
+    if what in _PREFILL_S:
+        return _PREFILL_S[what]
+    if what == "modules":
+        return 3.0
+    case = Case("", mode, what, 0.0)
+    return 1 + steps * _EXPECTED_MS[mode][case.streams] / 1000 + (2.0 if what == "scan" else 0.0)
 
 
 def cases(side: str, steps: int) -> list[Case]:
@@ -86,17 +132,10 @@ def cases(side: str, steps: int) -> list[Case]:
         steps: warm-up and measured ones together.
     """
     if side == "ours":
-        return [
-            Case(side, mode.name, what, seconds)
-            for mode in MODES
-            for what, seconds in [
-                *((f"C{n}", 1 + steps * _EXPECTED_MS[mode.name][n] / 1000) for n in STREAMS if n in _EXPECTED_MS[mode.name]),
-                *([("prefill", 4.0)] if mode.name != "in_place" else []),
-            ]
-        ]
+        return [Case(side, mode, what, _expected_s(mode, what, steps)) for mode, names in _ORDER for what in names.split()]
     key = "resident" if side == "stock_resident" else "stock"
-    decode = [Case(side, "", f"C{n}", 1 + steps * _EXPECTED_MS[key][n] / 1000) for n in (1, 2, 4)]
-    return [*decode, Case(side, "", "prefill", 5.0)] if side == "stock_resident" else decode
+    known = _STOCK_SPLIT_S if side == "stock" else {"C1@32k": 8 + steps * _EXPECTED_MS[key][1] / 1000}
+    return [Case(side, "", what, known.get(what) or _expected_s(key, what, steps)) for what in _STOCK_ORDER[side].split()]
 
 
 # Seconds of a command before its first case: import, load, pinning, first kernels.
@@ -105,7 +144,9 @@ LOAD_S = {"prepare": 25, "ours": 150, "stock": 140, "stock_resident": 60}
 
 def estimate(command: str, steps: int) -> float:
     """Seconds of a whole command on the machine that the notes describe."""
-    return LOAD_S.get(command, 0) + sum(case.seconds for case in cases(command, steps) if command != "prepare")
+    todo = cases(command, steps) if command != "prepare" else []
+    entered = sum(1 for before, case in zip([None, *todo], todo, strict=False) if before is None or before.mode != case.mode)
+    return LOAD_S.get(command, 0) + sum(case.seconds for case in todo) + ENTER_S * entered
 
 
 class Engine(Protocol):
@@ -115,12 +156,8 @@ class Engine(Protocol):
         """Places experts for the cases that follow; None: nothing to place."""
         ...
 
-    def decode(self, streams: int) -> Row:
-        """ms, tok_s, hit_rate, missed_mib_per_step ... of steady decode."""
-        ...
-
-    def prefill(self) -> Row:
-        """s, tok_s of one long prompt, the second time."""
+    def measure(self, case: Case) -> Row:
+        """decode and trace: ms, tok_s, hit_rate ...; prefill: s, tok_s of a prompt, the second time; modules: a table."""
         ...
 
     def after(self) -> Row:
@@ -134,55 +171,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Gives everything back."""
         ...
-
-
-class Rows:
-    """Rows by case name, kept in a file over commands and written out after each case.
-
-    Args:
-        state: the file that the next command goes on with; of another boot it is begun anew.
-        out: the result file.
-        started: bench.report.start()'s.
-        summarise: figures from rows and facts.
-    """
-
-    def __init__(self, state: Path, out: Path, started: Row, summarise: Callable[[dict[str, Row], Row], Row]) -> None:
-        self._state, self._out, self._started, self._summarise = state, out, started, summarise
-        self.rows: dict[str, Row] = {}
-        self.facts: Row = {"boot_id": boot_id()}
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            document = json.loads(state.read_text())
-            if document["facts"]["boot_id"] == self.facts["boot_id"]:
-                self.rows, self.facts = document["rows"], document["facts"]
-
-    def put(self, name: str, row: Row) -> None:
-        """Notes a row and saves all of them."""
-        self.rows[name] = row
-        print(json.dumps({"name": name, **row}), flush=True)
-        self.save()
-
-    def note(self, **facts: Any) -> None:
-        """Notes facts and saves."""
-        self.facts |= facts
-        self.save()
-
-    def done(self, name: str) -> bool:
-        """True when the case was measured."""
-        return name in self.rows and "error" not in self.rows[name]
-
-    def save(self) -> None:
-        """Writes state and result."""
-        part = self._state.with_name(self._state.name + ".part")
-        part.write_text(json.dumps({"rows": self.rows, "facts": self.facts}, indent=1))
-        os.replace(part, self._state)
-        rows = [{"name": name, **row} for name, row in self.rows.items()]
-        with contextlib.redirect_stdout(io.StringIO()):
-            report.write_result(self._out, {**self._started, "facts": self.facts}, rows, self._summarise(self.rows, self.facts))
-
-
-def boot_id() -> str:
-    """Of this boot: figures of one run belong to one boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def run(
@@ -206,7 +194,7 @@ def run(
                 engine.enter(modes.get(case.mode))
                 inside = case.mode
                 engine.after()
-            row = engine.prefill() if case.what == "prefill" else engine.decode(case.streams)
+            row = engine.measure(case)
             row |= engine.after()
             failures = 0
             if row.get("steps") == 0:
@@ -217,7 +205,11 @@ def run(
             inside = "?"
         rows.put(case.name, row)
         if check is not None and "error" not in row:
-            check(case, row)
+            try:
+                check(case, row)
+            except SystemExit as stop:
+                rows.put(case.name, {**row, "error": str(stop)})  # no figure is made of it, and the next command measures it again
+                raise
         if failures >= MOST_FAILURES:
             raise SystemExit(f"{failures} cases in a row failed, the last one with {row['error']}")
     return skipped
@@ -229,7 +221,7 @@ def refuse_slow_stock(case: Case, row: Row) -> None:
     Raises:
         SystemExit: names both figures.
     """
-    known = STOCK_MS.get(case.streams) if case.side == "stock" and case.what != "prefill" else None
+    known = STOCK_MS.get(case.streams) if case.side == "stock" and case.kind == "decode" and not case.long else None
     if known is not None and row["ms"] > SLOW * known:
         raise SystemExit(f"stock's CPU split takes {row['ms']} ms a step at {case.what}, {known} are known: this run cannot be compared")
 
@@ -240,20 +232,25 @@ def _modes_of(rows: dict[str, Row]) -> Iterator[str]:
             yield mode
 
 
-def bound_ms(rows: dict[str, Row], facts: Row, mode: str, streams: int) -> float | None:
-    """The step with every expert resident plus the distinct missing bytes at the copy engine's rate."""
-    resident, row = rows.get(f"ours/resident/C{streams}", {}), rows.get(f"ours/{mode}/C{streams}", {})
-    if "ms" not in resident or "ms" not in row or not facts.get("link_gb_s"):
+def bound_ms(rows: dict[str, Row], facts: Row, mode: str, what: str) -> float | None:
+    """The step with every expert resident plus the distinct missing bytes at the copy engine's rate.
+
+    Args:
+        what: C1, C2@32k ...
+    """
+    resident, row = rows.get(f"ours/resident/{what}", {}), rows.get(f"ours/{mode}/{what}", {})
+    rate = facts.get("link_half_gb_s" if mode == "in_step_half_link" else "link_gb_s")
+    if "ms" not in resident or "ms" not in row or not rate:
         return None
-    return float(resident["ms"] + row["missed_mib_per_step"] * 2**20 / (facts["link_gb_s"] * 1e9) * 1000)
+    return float(resident["ms"] + row["missed_mib_per_step"] * 2**20 / (rate * 1e9) * 1000)
 
 
-def prefill_limit_s(rows: dict[str, Row], facts: Row) -> float | None:
-    """The longer of: every expert resident, and all experts but the resident ones over the link once."""
-    resident = rows.get("ours/resident/prefill", {})
+def prefill_limit_s(rows: dict[str, Row], facts: Row, what: str = "prefill8k") -> float | None:
+    """The longer of: every expert resident, and all experts but the resident ones over the link once for each chunk."""
+    resident = rows.get(f"ours/resident/{what}", {})
     if "s" not in resident or not facts.get("link_gb_s"):
         return None
-    missing = (facts["records"] - facts["slots"]) * facts["record_bytes"]
+    missing = (facts["records"] - facts["slots"]) * facts["record_bytes"] * resident.get("chunks", 1)
     return float(max(resident["s"], missing / (facts["link_gb_s"] * 1e9)))
 
 
@@ -262,8 +259,44 @@ def ratio(a: Any, b: Any, digits: int = 3) -> float | None:
     return round(float(a) / float(b), digits) if a and b else None
 
 
+# What is quoted, with the case that it needs on each side; `BEST` stands for the faster admission.
+BEST = "BEST"
+NEEDS: dict[str, tuple[str, ...]] = {
+    "c1_tok_s": ("ours/BEST/C1",),
+    "step_over_bound": ("ours/BEST/C1", "ours/resident/C1"),
+    "c1_vs_stock151": ("ours/BEST/C1", "stock/C1"),
+    "c2_vs_stock151": ("ours/BEST/C2", "stock/C2"),
+    "c4_vs_stock151": ("ours/BEST/C4", "stock/C4"),
+    "c1_vs_stock165": (),
+    "c4_over_c1": ("ours/BEST/C1", "ours/BEST/C4"),
+    "all_resident_time_ratio": ("ours/resident/C1", "stock_resident/C1"),
+    "hit_rate": ("ours/BEST/C1",),
+    "hit_minus_clock_points": ("ours/BEST/C1",),
+    "belady_hit_rate": ("ours/BEST/C1",),
+    "prefill8k_of_limit": ("ours/BEST/prefill8k", "ours/resident/prefill8k"),
+    "ram_extra_gib": ("ours/BEST/C1",),
+}
+NO_STOCK_165 = "stock 1.6.5 needs a build of 270 s of its own, which no run has had the time for"
+
+
+def why_null(rows: dict[str, Row], best: str | None, key: str) -> str:
+    """Why a figure is not there: the case that is missing or broke."""
+    if key == "c1_vs_stock165":
+        return NO_STOCK_165
+    for need in NEEDS.get(key, ()):
+        name = need.replace(BEST, best or "in_step")
+        if name not in rows:
+            return f"{name} was not measured in this run"
+        if "error" in rows[name]:
+            return f"{name} failed: {rows[name]['error']}"
+    return "the rate of the link, the resident experts or the memory beside them were not measured in this run"
+
+
 def summarise(rows: dict[str, Row], facts: Row) -> Row:
-    """The figures that are quoted; None for what was not measured."""
+    """The figures that are quoted; None, with a reason, for what was not measured."""
+
+    broken = {name: row for name, row in rows.items() if "error" in row}
+    every, rows = rows, {name: row for name, row in rows.items() if name not in broken}
 
     def ms(name: str) -> Any:
         return rows.get(name, {}).get("ms")
@@ -274,21 +307,49 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
         summary[f"c{n}_tok_s"] = rows.get(f"ours/{best}/C{n}", {}).get("tok_s")
     for n in (1, 2, 4):
         summary[f"c{n}_vs_stock151"] = ratio(ms(f"stock/C{n}"), ms(f"ours/{best}/C{n}"))
-        bound = bound_ms(rows, facts, best, n) if best else None
+        bound = bound_ms(rows, facts, best, f"C{n}") if best else None
         summary["step_over_bound" if n == 1 else f"c{n}_step_over_bound"] = ratio(ms(f"ours/{best}/C{n}"), bound)
+        summary[f"c{n}_bound_ms"] = round(bound, 3) if bound else None
     summary["c4_over_c1"] = ratio(summary["c4_tok_s"], summary["c1_tok_s"])
-    summary["all_resident_time_ratio"] = ratio(ms("ours/resident/C1"), ms("stock_resident/C1"))
-    hit = rows.get(f"ours/{best}/C1", {}).get("hit_rate")
-    clock = facts.get("clock_hit_rate")
-    summary["hit_rate"] = hit
-    summary["hit_minus_clock_points"] = round(100 * (hit - clock), 1) if hit is not None and clock is not None else None
-    summary["belady_hit_rate"] = facts.get("belady_hit_rate")
-    prefills = [rows[f"ours/{mode}/prefill"]["s"] for mode in _modes_of(rows) if "s" in rows.get(f"ours/{mode}/prefill", {})]
-    summary["prefill8k_of_limit"] = ratio(prefill_limit_s(rows, facts), min(prefills, default=None))
+    for n in (1, 2, 4):
+        key = "all_resident_time_ratio" if n == 1 else f"c{n}_all_resident_time_ratio"
+        summary[key] = ratio(ms(f"ours/resident/C{n}"), ms(f"stock_resident/C{n}"))
+    summary |= _hit_rates(rows, facts, best)
+    for what in ("prefill8k", "prefill32k"):
+        times = [rows[f"ours/{mode}/{what}"]["s"] for mode in _modes_of(rows) if "s" in rows.get(f"ours/{mode}/{what}", {})]
+        summary[f"{what}_of_limit"] = ratio(prefill_limit_s(rows, facts, what), min(times, default=None))
+    summary |= _behind_a_context(rows, best)
+    derated = bound_ms(rows, facts, "in_step_half_link", "C1")
+    summary["c1_tok_s_half_link"] = rows.get("ours/in_step_half_link/C1", {}).get("tok_s")
+    summary["step_over_bound_half_link"] = ratio(ms("ours/in_step_half_link/C1"), derated)
+    modules = rows.get("ours/resident/modules", {})
+    summary |= {"resident_enqueue_ms": modules.get("enqueue_ms"), "resident_busy_ms": modules.get("busy_ms")}
     ours = [row for name, row in rows.items() if name.startswith(("ours/in_step", "ours/between_steps"))]
     summary["ram_extra_gib"] = max((row["ram_extra_gib"] for row in ours if row.get("ram_extra_gib") is not None), default=None)
     summary["vram_peak_gib"] = max((round(row["vram_peak_mib"] / 1024, 2) for row in ours if row.get("vram_peak_mib")), default=None)
     summary["c1_vs_stock165"] = None
-    summary["errors"] = sorted(name for name, row in rows.items() if "error" in row)
-    summary["reason_for_null"] = "not measured in this run; stock 1.6.5 needs a build of 270 s of its own"
+    summary["errors"] = sorted(broken)
+    summary["reason_for_null"] = reasons(summary, tuple(NEEDS), lambda key: why_null(every, best, key))
     return summary
+
+
+def _hit_rates(rows: dict[str, Row], facts: Row, best: str | None) -> Row:
+    """Measured hit rates beside CLOCK's on the same trace, and the smallest lead on any trace by counts alone."""
+    traces: dict[str, dict[str, float]] = facts.get("hit_rates", {})
+    figures: Row = {}
+    for what, trace in (("C1", "steady"), ("drift", "drift"), ("scan", "scan")):
+        hit, clock = rows.get(f"ours/{best}/{what}", {}).get("hit_rate"), traces.get(trace, {}).get("clock")
+        tail = "" if what == "C1" else f"_{what}"
+        figures[f"hit_rate{tail}"] = hit
+        figures[f"hit_minus_clock_points{tail}"] = round(100 * (hit - clock), 1) if hit is not None and clock is not None else None
+    figures["belady_hit_rate"] = traces.get("steady", {}).get("belady")
+    leads = [100 * (rates["heat"] - rates["clock"]) for rates in traces.values()]
+    figures["least_points_over_clock_by_counts"] = round(min(leads), 1) if leads else None
+    return figures
+
+
+def _behind_a_context(rows: dict[str, Row], best: str | None) -> Row:
+    """Decode behind 32k tokens, and its ratio to stock's."""
+    figures: Row = {f"c{n}_tok_s_32k": rows.get(f"ours/{best}/C{n}{LONG}", {}).get("tok_s") for n in STREAMS}
+    ours, stock = rows.get(f"ours/{best}/C1{LONG}", {}).get("ms"), rows.get(f"stock/C1{LONG}", {}).get("ms")
+    return figures | {"c1_vs_stock151_32k": ratio(stock, ours)}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from bench import routing_trace
-from bench.slice_cases import Mode, Row
+from bench.kept_rows import Row
+from bench.slice_cases import Case, Mode
 from kernels.python.cache_sim import CachePolicy, simulate
 
 RECORD_BYTES = 9_474_048
@@ -26,7 +27,19 @@ class DryEngine:
         self._mode = mode
         self.entered.append(mode.name if mode else "")
 
-    def decode(self, streams: int) -> Row:
+    def measure(self, case: Case) -> Row:
+        if case.kind == "prefill":
+            return self._prefill(4 if case.long else 1)
+        if case.kind == "modules":
+            modules = [{"module": "TransformerBlock", "calls": self._layers, "enqueue_us": 4800.0, "busy_us": 700.0}]
+            return {"steps": self._steps, "ms": 5.9, "enqueue_ms": 4.8, "busy_ms": 0.7, "beside_the_modules_ms": 1.1, "modules": modules}
+        row = self._decode(case.streams)
+        if self._mode is not None and self._mode.link_derate > 1:
+            row["ms"] = round(1.1 * (0.4 * self._layers + row["missed_mib_per_step"] * 2**20 / (LINK_GB_S / 2 * 1e9) * 1000), 3)
+            row["tok_s"] = round(1000 / row["ms"], 2)
+        return row
+
+    def _decode(self, streams: int) -> Row:
         if self._broken and self._mode is not None and self._mode.name == self._broken:
             raise RuntimeError("the device is gone")
         resident = 0.4 * self._layers * (1 + 0.25 * (streams - 1))
@@ -48,12 +61,12 @@ class DryEngine:
             "missed_mib_per_step": round(missed, 1),
         }
 
-    def prefill(self) -> Row:
+    def _prefill(self, chunks: int) -> Row:
         resident = 0.0825 * self._layers
         seconds = (
             resident if self._mode is None or self._mode.slots == "all" else max(resident, self.records * RECORD_BYTES / LINK_GB_S / 1e9)
         )
-        return {"tokens": 8192, "s": round(seconds, 3), "tok_s": round(8192 / seconds)}
+        return {"tokens": 8192 * chunks, "chunks": chunks, "s": round(seconds * chunks, 3), "tok_s": round(8192 / seconds)}
 
     def after(self) -> Row:
         return {"vram_peak_mib": 11_000, "ram_extra_gib": 2.5} if self._side == "ours" else {}
@@ -61,7 +74,15 @@ class DryEngine:
     def facts(self) -> Row:
         slots = round(routing_trace.SLOT_SHARE * self.records)
         return (
-            {"records": self.records, "slots": slots, "record_bytes": RECORD_BYTES, "link_gb_s": LINK_GB_S} if self._side == "ours" else {}
+            {
+                "records": self.records,
+                "slots": slots,
+                "record_bytes": RECORD_BYTES,
+                "link_gb_s": LINK_GB_S,
+                "link_half_gb_s": LINK_GB_S / 2,
+            }
+            if self._side == "ours"
+            else {}
         )
 
     def close(self) -> None:

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from bench import routing_trace
-from bench.slice_cases import Mode, Row
+from bench.kept_rows import Row
+from bench.slice_cases import Case, Mode
 
 PROMPT = 64
-CACHE_TOKENS = 32_768
+MORE_TOKENS = 4096  # of the cache, beside one long context
+CASE_S = 90.0  # of a case that nobody has measured: a long prompt through the split
 CHUNK = 2048
 WARM_STEPS = 40
 CHILD_S = 5.0
@@ -43,15 +45,17 @@ class StockEngine:
 
     Args:
         side: stock, or stock_resident.
-        args: folder, warm, steps, prefill.
+        args: folder, warm, steps, prefill, context.
         trace: as routing_trace.make's.
+        deadline: monotonic seconds; a case that is not over then is broken off.
     """
 
-    def __init__(self, side: str, args: argparse.Namespace, trace: np.ndarray) -> None:
+    def __init__(self, side: str, args: argparse.Namespace, trace: np.ndarray, deadline: float = float("inf")) -> None:
         import exllamav3 as exl3
         from exllamav3.modules.block_sparse_mlp import BlockSparseMLP
 
-        self._exl3, self._args = exl3, args
+        self._exl3, self._args, self._deadline = exl3, args, deadline
+        self._until = deadline
         trace = by_popularity(trace)
         in_vram = round(routing_trace.SLOT_SHARE * routing_trace.EXPERTS)
         threads = max(1, (os.cpu_count() or 2) - 1)
@@ -60,7 +64,7 @@ class StockEngine:
             config.infer_params.moe_cpu_split = routing_trace.EXPERTS - in_vram
             config.infer_params.moe_cpu_threads = threads
         model = exl3.Model.from_config(config)
-        cache = exl3.Cache(model, max_num_tokens=CACHE_TOKENS, max_batch_size=8)
+        cache = exl3.Cache(model, max_num_tokens=args.context + MORE_TOKENS, max_batch_size=8)
         began = time.perf_counter()
         if side == "stock":
             model.load(use_per_device=[VRAM_GB], max_chunk_size=CHUNK, progressbar=False)
@@ -106,16 +110,30 @@ class StockEngine:
             input_ids=torch.randint(10, 2000, (1, tokens)), max_new_tokens=new, min_new_tokens=new, sampler=ArgmaxSampler()
         )
 
-    def _decode(self, streams: int, steps: int, warm: int) -> Row:
+    def _iterate(self) -> list[dict[str, Any]]:
+        """One iteration.
+
+        Raises:
+            TimeoutError: the case takes too long; its jobs are cancelled.
+            RuntimeError: a job failed.
+        """
+        if time.monotonic() > self._until:
+            self._generator.clear_queue()
+            raise TimeoutError(f"broken off after the time that one case may take ({CASE_S:.0f} s, or what the command had left)")
+        results = list(self._generator.iterate())
+        for result in results:
+            if result["stage"] == "error":
+                raise RuntimeError(f"stock fails: {result}")
+        return results
+
+    def _decode(self, streams: int, steps: int, warm: int, prompt: int = PROMPT) -> Row:
         self._step, self._forcing = 0, True
         for _ in range(streams):
-            self._generator.enqueue(self._job(PROMPT, steps + warm))
+            self._generator.enqueue(self._job(prompt, steps + warm))
         tokens, began, tokens_before = 0, None, 0
         try:
             while self._generator.num_remaining_jobs():
-                for result in self._generator.iterate():
-                    if result["stage"] == "error":
-                        raise RuntimeError(f"stock fails: {result}")
+                for result in self._iterate():
                     if result["stage"] == "streaming" and "token_ids" in result:
                         tokens += result["token_ids"].shape[-1]
                 if began is None and tokens >= warm * streams:
@@ -132,21 +150,27 @@ class StockEngine:
     def enter(self, mode: Mode | None) -> None:
         """Stock's experts stay where they are."""
 
-    def decode(self, streams: int) -> Row:
-        return self._decode(streams, self._args.steps, min(WARM_STEPS, self._args.warm))
+    def measure(self, case: Case) -> Row:
+        self._until = min(self._deadline, time.monotonic() + CASE_S)
+        tokens = self._args.context if case.long else self._args.prefill
+        if case.kind == "prefill":
+            return self._prefill(tokens)
+        warm = min(WARM_STEPS, self._args.warm)
+        if not case.long:
+            return self._decode(case.streams, self._args.steps, warm)
+        return self._decode(case.streams, max(1, self._args.steps // 3), warm, tokens) | {"context": tokens}
 
-    def prefill(self) -> Row:
+    def _prefill(self, tokens: int) -> Row:
         times = []
         for _ in range(2):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            self._generator.enqueue(self._job(self._args.prefill, 1))
+            self._generator.enqueue(self._job(tokens, 1))
             while self._generator.num_remaining_jobs():
-                self._generator.iterate()
+                self._iterate()
             torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
-        tokens = self._args.prefill
-        return {"tokens": tokens, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+        return {"tokens": tokens, "first_s": round(times[0], 3), "s": round(times[-1], 3), "tok_s": round(tokens / times[-1])}
 
     def after(self) -> Row:
         return {}

@@ -9,14 +9,26 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
-from bench import gpu_exact, gpu_exact_slice, report, routing_trace, slice_cases, slice_checkpoint, slice_machine, slice_stock
-from bench.slice_cases import Case, Rows
+from bench import (
+    gpu_exact,
+    gpu_exact_slice,
+    kept_rows,
+    report,
+    routing_trace,
+    slice_cases,
+    slice_checkpoint,
+    slice_machine,
+    slice_stock,
+    slice_traces,
+)
+from bench.kept_rows import Rows
+from bench.slice_cases import Case
 from bench.slice_dry import DryEngine
 from kernels.python.expert import ExpertShape
 
@@ -40,9 +52,13 @@ def test_a_dry_run_measures_every_case_and_makes_every_figure(tmp_path: Path) ->
     assert names == {case.name for side in ("ours", "stock", "stock_resident") for case in slice_cases.cases(side, 12)}
     summary = document["summary"]
     assert [key for key, value in summary.items() if value is None] == ["c1_vs_stock165"]
+    assert list(summary["reason_for_null"]) == ["c1_vs_stock165"]
     assert summary["errors"] == []
+    assert summary["step_over_bound_half_link"] == pytest.approx(1.1, abs=0.01)
+    assert summary["prefill32k_of_limit"] == pytest.approx(summary["prefill8k_of_limit"], abs=0.01)
+    assert {"modules", "enqueue_ms", "busy_ms"} <= set(next(row for row in document["rows"] if row["name"] == "ours/resident/modules"))
     assert summary["step_over_bound"] == pytest.approx(1.1, abs=0.01)
-    assert document["facts"]["boot_id"] == slice_cases.boot_id()
+    assert document["facts"]["boot_id"] == kept_rows.boot_id()
     assert set(gpu_exact.OTHER_FIGURES) <= set(summary)
     quoted = gpu_exact.slice_figures(tmp_path / "out.json")
     assert quoted["step_over_bound"] == summary["step_over_bound"]
@@ -100,19 +116,20 @@ def test_a_broken_mode_leaves_its_rows_and_the_others_go_on(tmp_path: Path) -> N
     assert slice_cases.run(todo, MODES, engine, rows, time.monotonic() + 1e6) == []
     assert rows.rows["ours/in_place/C1"] == {"error": "RuntimeError: the device is gone"}
     assert rows.done("ours/resident/C8")
-    assert engine.entered == ["between_steps", "in_step", "in_place", "resident"]
-    bad = DryEngine("ours", 1, trace_of(1), 4, broken="between_steps")
+    assert engine.entered[:3] == ["between_steps", "in_step", "resident"]
+    assert set(engine.entered) == set(MODES)
+    bad = DryEngine("ours", 1, trace_of(1), 4, broken="resident")
     other = Rows(tmp_path / "r2", tmp_path / "o2", report.start("test"), slice_cases.summarise)
     with pytest.raises(SystemExit, match="2 cases in a row failed, the last one with RuntimeError: the device is gone"):
         slice_cases.run(todo, MODES, bad, other, time.monotonic() + 1e6)
-    assert len(json.loads((tmp_path / "r2").read_text())["rows"]) == 2
+    assert len(json.loads((tmp_path / "r2").read_text())["rows"]) == 4
 
 
 def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
     """What time does not allow is named."""
     engine = DryEngine("stock", 12, trace_of(12), 4)
     skipped = slice_cases.run(slice_cases.cases("stock", 300), {}, engine, rows_in(tmp_path), time.monotonic() + 10)
-    assert skipped == ["stock/C2", "stock/C4"]
+    assert skipped == ["stock/C4", "stock/C2", "stock/C1@32k"]
 
 
 def test_a_case_without_a_measured_step_is_measured_again(tmp_path: Path) -> None:
@@ -121,7 +138,7 @@ def test_a_case_without_a_measured_step_is_measured_again(tmp_path: Path) -> Non
     slice_cases.run(slice_cases.cases("stock", 300), {}, engine, rows, time.monotonic() + 1e6)
     assert rows.rows["stock/C1"] == {"error": "the time was over before the first measured step"}
     assert not rows.done("stock/C1")
-    assert len(rows.rows) == 3
+    assert len(rows.rows) == 4
 
 
 def test_a_stock_run_that_is_too_slow_stops() -> None:
@@ -131,6 +148,21 @@ def test_a_stock_run_that_is_too_slow_stops() -> None:
     with pytest.raises(SystemExit, match=r"27\.0 ms a step at C1, 23\.3 are known"):
         slice_cases.refuse_slow_stock(case, {"ms": 27.0})
     slice_cases.refuse_slow_stock(Case("stock_resident", "", "C1", 1), {"ms": 99})
+    slice_cases.refuse_slow_stock(Case("stock", "", "C1@32k", 1), {"ms": 99})
+
+
+def test_no_figure_is_made_of_a_stock_run_that_was_refused(tmp_path: Path) -> None:
+    """Its row says why and is measured again by the next command."""
+    rows = rows_in(tmp_path)
+    rows.put("ours/in_step/C1", {"ms": 15.0, "tok_s": 66.7})
+    engine = DryEngine("stock", 15, trace_of(12), 4)
+    todo = slice_cases.cases("stock", 300)
+    with pytest.raises(SystemExit, match="cannot be compared"):
+        slice_cases.run(todo, {}, engine, rows, time.monotonic() + 1e6, slice_cases.refuse_slow_stock)
+    assert not rows.done("stock/C1")
+    summary = rows.summary()
+    assert summary["c1_vs_stock151"] is None
+    assert "stock/C1 failed: stock's CPU split takes 27.5 ms" in summary["reason_for_null"]["c1_vs_stock151"]
 
 
 def test_the_figures_are_made_of_the_right_rows() -> None:
@@ -139,17 +171,24 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
     more = {"ram_extra_gib": 3.0, "vram_peak_mib": 2048}
     rows: dict[str, Any] = {
         "ours/resident/C1": {"ms": 5.0},
-        "ours/resident/prefill": {"s": 0.5},
+        "ours/resident/prefill8k": {"s": 0.5},
         "ours/between_steps/C1": {"ms": 20.0, "tok_s": 50.0, "hit_rate": 0.47, "missed_mib_per_step": 500.0, **memory},
         "ours/in_step/C1": {"ms": 15.0, "tok_s": 66.7, "hit_rate": 0.5, "missed_mib_per_step": 477.0, **more},
         "ours/in_step/C4": {"ms": 40.0, "tok_s": 100.0, "missed_mib_per_step": 1500.0},
-        "ours/in_step/prefill": {"s": 1.25},
-        "ours/between_steps/prefill": {"s": 2.0},
+        "ours/in_step/prefill8k": {"s": 1.25},
+        "ours/between_steps/prefill8k": {"s": 2.0},
+        "ours/resident/prefill32k": {"s": 9.0, "chunks": 4},
+        "ours/in_step/prefill32k": {"s": 10.0},
+        "ours/in_step_half_link/C1": {"ms": 27.0, "tok_s": 37.0, "missed_mib_per_step": 477.0},
+        "ours/in_step/drift": {"hit_rate": 0.46},
+        "ours/in_step/C1@32k": {"ms": 16.0, "tok_s": 62.5},
+        "stock/C1@32k": {"ms": 24.0},
         "stock/C1": {"ms": 24.0},
         "stock_resident/C1": {"ms": 6.0},
         "stock/C2": {"error": "x"},
     }  # fmt: skip
-    facts = {"link_gb_s": 50.0, "records": 1000, "slots": 0, "record_bytes": 50_000_000, "clock_hit_rate": 0.395, "belady_hit_rate": 0.69}
+    facts = {"link_gb_s": 50.0, "records": 1000, "slots": 0, "record_bytes": 50_000_000, "link_half_gb_s": 25.0}
+    facts["hit_rates"] = {"steady": {"clock": 0.395, "belady": 0.69, "heat": 0.49}, "drift": {"clock": 0.4, "heat": 0.45}}
     summary = slice_cases.summarise(rows, facts)
     assert summary["admission"] == "in_step"
     assert summary["c1_tok_s"] == 66.7
@@ -158,7 +197,18 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
     assert summary["c4_over_c1"] == pytest.approx(1.499, abs=1e-3)
     assert summary["all_resident_time_ratio"] == pytest.approx(0.833, abs=1e-3)
     assert summary["hit_minus_clock_points"] == 10.5
+    assert (summary["hit_minus_clock_points_drift"], summary["hit_rate_scan"]) == (6.0, None)
+    assert summary["least_points_over_clock_by_counts"] == 5.0
+    assert summary["belady_hit_rate"] == 0.69
     assert summary["prefill8k_of_limit"] == 0.8  # the link: 50 GB at 50 GB/s
+    assert summary["prefill32k_of_limit"] == 0.9  # the experts: four times 50 GB take less
+    assert summary["step_over_bound_half_link"] == pytest.approx(27 / (5 + 477 * 2**20 / 25e9 * 1000), abs=1e-3)
+    assert (summary["c1_tok_s_32k"], summary["c1_vs_stock151_32k"]) == (62.5, 1.5)
+    assert summary["reason_for_null"] == {
+        "c1_vs_stock165": slice_cases.NO_STOCK_165,
+        "c2_vs_stock151": "ours/in_step/C2 was not measured in this run",
+        "c4_vs_stock151": "stock/C4 was not measured in this run",
+    }
     assert (summary["ram_extra_gib"], summary["vram_peak_gib"]) == (3.0, 2.0)
     assert (summary["c2_vs_stock151"], summary["c4_vs_stock151"], summary["errors"]) == (None, None, ["stock/C2"])
 
@@ -241,10 +291,12 @@ class FakeStore:
 class FakeBackend:
     def __init__(self, _model: Any, _cache: Any, store: FakeStore, records: Any, _replacements: Any, info: Any) -> None:
         self.experts, self.info, self.open, self.rows = types.SimpleNamespace(_records=records), info, 0, 0
+        self._model, self._pages = _model, types.SimpleNamespace(grow=lambda pages, tokens: pages.extend(range(-(-tokens // 256))))
+        self.contexts: list[int] = []
 
-    def open_stream(self) -> object:
+    def open_stream(self) -> Any:
         self.open += 1
-        return object()
+        return types.SimpleNamespace(pages=[], length=0)
 
     def close_stream(self, _stream: object) -> None:
         self.open -= 1
@@ -253,9 +305,12 @@ class FakeBackend:
         assert not all_logits
         assert ids
 
-    def decode(self, streams: list[object], tokens: list[int]) -> None:
+    def decode(self, streams: list[Any], tokens: list[int]) -> None:
         assert len(streams) == len(tokens) == self.open
+        assert all(len(stream.pages) == -(-stream.length // 256) for stream in streams)
         self.rows += len(tokens)
+        for module, _, _ in self._model.fwd_modules:
+            module.forward(1)
 
     def stats(self) -> dict[str, int]:
         return {
@@ -263,7 +318,42 @@ class FakeBackend:
             "decode_hits": 8 * self.rows,
             "decode_records_missed": 8 * self.rows,
             "bytes_copied": 100 * self.rows,
+            "records_in_place": self.rows,
         }
+
+
+class FakeEvent:
+    """A device's clock: it goes on by 2 ms at each event."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 2.0
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+class Leaf:
+    def forward(self, x: int) -> int:
+        return x + 1
+
+
+class Block:
+    """A module with two below it."""
+
+    def __init__(self) -> None:
+        self.attn, self.mlp = Leaf(), Leaf()
+
+    def forward(self, x: int) -> int:
+        return self.mlp.forward(self.attn.forward(x))
 
 
 def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +365,11 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     slice_checkpoint.write_experts_only(tmp_path / "m", 1, experts)
     monkeypatch.setattr(gpu_exact_slice, "SHM", str(tmp_path))
     events: list[Any] = []
+    keys = torch.zeros(64)
 
     def load_model(checkpoint: Any, arena: Any, shapes: list[ExpertShape], **sizes: int) -> Any:
         assert arena.check(0, 7)
-        assert sizes == {"cache_tokens": 16_384, "max_streams": 8, "chunk": 8192}
+        assert sizes == {"cache_tokens": 8 * 1024, "max_streams": 8, "chunk": 256}
         host = torch.zeros((experts, 8), dtype=torch.uint8)
         records = types.SimpleNamespace(
             num_records=experts,
@@ -290,8 +381,9 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         )
         layers = [types.SimpleNamespace(index=0, mlp=types.SimpleNamespace(routing_fn=lambda rows, c, y, p: (y, p)))]
         return types.SimpleNamespace(
-            records=records, layers=layers, table=torch.zeros(1), cache=None,
-            model=types.SimpleNamespace(unload=lambda: events.append("unloaded")),
+            records=records, layers=layers, table=torch.zeros(1),
+            cache=types.SimpleNamespace(get_all_tensors=lambda: [keys, torch.zeros(3, dtype=torch.int64)]),
+            model=types.SimpleNamespace(unload=lambda: events.append("unloaded"), fwd_modules=[(Block(), 0, 0), (Leaf(), 0, 1)]),
             replacements=types.SimpleNamespace(undo=lambda: events.append("undone")),
         )  # fmt: skip
 
@@ -304,13 +396,17 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
         "set_per_process_memory_fraction": lambda share: events.append(("cap", round(share, 3))),
+        "Event": FakeEvent,
+        "_sleep": lambda cycles: events.append(("sleep", cycles)),
     }.items():
         monkeypatch.setattr(gpu_exact_slice.torch.cuda, name, value)
     monkeypatch.setattr(gpu_exact_slice, "Nvml", lambda: types.SimpleNamespace(used=lambda: 3 << 30))
     monkeypatch.setattr(routing_trace, "SLOT_SHARE", 1.0)
     args = gpu_exact_slice.parser().parse_args(
-        ["ours", "--folder", str(tmp_path / "m"), "--layers", "1", "--warm", "2", "--steps", "3", "--prefill", "64"]
+        ["ours", "--folder", str(tmp_path / "m"), "--layers", "1", "--warm", "2", "--steps", "3", "--prefill", "64", "--context", "600"]
     )
+    monkeypatch.setattr(gpu_exact_slice, "CHUNK", 256)
+    monkeypatch.setattr(gpu_exact_slice.slice_rates, "copy_rate", lambda: 4e12)
     rows = rows_in(tmp_path)
     engine = gpu_exact_slice.OurEngine(args, np.zeros((5, 8, 1, 8), np.uint16), time.monotonic() + 1e6)
     assert slice_cases.run(slice_cases.cases("ours", 5), MODES, engine, rows, time.monotonic() + 1e6) == []
@@ -319,10 +415,20 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     c2 = rows.rows["ours/between_steps/C2"]
     assert (c2["steps"], c2["hit_rate"], c2["vram_peak_mib"]) == (3, 0.5, 3072)
     assert c2["missed_mib_per_step"] == round(16 * engine.facts()["record_bytes"] / 2**20, 1)
-    assert rows.rows["ours/in_step/prefill"]["tokens"] == 64
+    assert rows.rows["ours/in_step/prefill8k"]["tokens"] == 64
+    assert (rows.rows["ours/in_step/prefill32k"]["tokens"], rows.rows["ours/in_step/prefill32k"]["chunks"]) == (600, 3)
+    assert (rows.rows["ours/in_step/C4@32k"]["context"], rows.rows["ours/in_step/C4@32k"]["steps"]) == (600, 1)
+    assert rows.rows["ours/in_step_half_link/C1"]["read_in_place_per_step"] == 1.0
+    assert rows.rows["ours/in_step/drift"]["steps"] == rows.rows["ours/between_steps/scan"]["steps"] == 3
+    assert keys.std() > 0.5
+    modules = {row["module"]: row for row in rows.rows["ours/resident/modules"]["modules"]}
+    assert {name: row["calls"] for name, row in modules.items()} == {"Block": 1, "Leaf": 3}
+    # Six marks lie around the block's call: 10 ms from its first to its last, 4 of them in the two modules below; the last leaf has 2.
+    assert (modules["Block"]["busy_us"], modules["Leaf"]["busy_us"]) == (6000.0, 6000.0)
+    assert all(cycles > 0 for name, cycles in (e for e in events if e[0] == "sleep"))
     assert engine.facts()["arena"] == "filled"
     assert "link_gb_s" in engine.facts()
-    assert [event[1] for event in events if event[0] == "cap"] == [0.25, 0.25, 0.25, 1.0]
+    assert [event[1] for event in events if event[0] == "cap"][:4] == [0.25, 0.25, 1.0, 0.25]
     assert events[-4:] == ["store closed", "undone", "unloaded", "unpinned"]
     assert gpu_exact_slice.fill_arena(gpu_exact_slice.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {
         "arena": "taken over"
@@ -332,12 +438,18 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 class FakeGenerator:
     """Each job streams one token an iteration, after one iteration of prefill."""
 
+    prompts: ClassVar[list[int]] = []
+
     def __init__(self, model: Any, _cache: Any, _tokenizer: Any, **_sizes: int) -> None:
         self.jobs: list[list[int]] = []
         self._model = model
 
     def enqueue(self, job: Any) -> None:
         self.jobs.append([job["max_new_tokens"]])
+        self.prompts.append(job["input_ids"].shape[1])
+
+    def clear_queue(self) -> None:
+        self.jobs.clear()
 
     def num_remaining_jobs(self) -> int:
         return len(self.jobs)
@@ -379,7 +491,7 @@ def test_stocks_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monke
     for name, value in {
         "Config": types.SimpleNamespace(from_directory=lambda _path: types.SimpleNamespace(infer_params=infer)),
         "Model": types.SimpleNamespace(from_config=lambda _config: model),
-        "Cache": lambda *_a, **_k: None,
+        "Cache": lambda _model, max_num_tokens, max_batch_size: seen.append((max_num_tokens, max_batch_size)),
         "Tokenizer": types.SimpleNamespace(from_config=lambda _config: None),
         "Generator": FakeGenerator,
         "Job": dict,
@@ -393,17 +505,43 @@ def test_stocks_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     trace = routing_trace.make(0, 30, streams=8, depths=(0, 41))
     args = gpu_exact_slice.parser().parse_args(["stock", "--folder", str(tmp_path), "--steps", "10", "--warm", "4", "--prefill", "64"])
+    assert args.context == 32_768
     engine = slice_stock.StockEngine("stock", args, trace)
     assert infer.moe_cpu_split == 255
     assert infer.moe_cpu_threads == max(1, (os.cpu_count() or 2) - 1)
-    assert seen[0] == {"use_per_device": [130], "max_chunk_size": 2048, "progressbar": False}
+    assert seen[0] == (36_864, 8)
+    assert seen[1] == {"use_per_device": [130], "max_chunk_size": 2048, "progressbar": False}
     seen.clear()
-    row = engine.decode(4)
+    row = engine.measure(Case("stock", "", "C4", 1))
     assert row["steps"] == 10
     assert row["tok_s"] > 0
     want = torch.from_numpy(slice_stock.by_popularity(trace))
     assert torch.equal(seen[2], want[2, :4, 0])
     assert torch.equal(seen[3], want[2, :4, 1])
-    assert engine.prefill()["tokens"] == 64
+    assert engine.measure(Case("stock", "", "prefill8k", 1))["tokens"] == 64
+    behind = engine.measure(Case("stock", "", "C1@32k", 1))
+    assert (behind["context"], behind["steps"]) == (32_768, 3)
+    assert FakeGenerator.prompts[-1] == 32_768
+    monkeypatch.setattr(slice_stock, "CASE_S", 0.0)
+    with pytest.raises(TimeoutError, match="broken off"):
+        engine.measure(Case("stock", "", "C2", 1))
+    assert engine._generator.jobs == []
     assert engine.facts()["stock_experts_in_vram_per_layer"] == 33
     assert 0.2 < engine.facts()["stock_hit_share"] < 1
+
+
+def test_a_scan_costs_the_policies_that_admit_it_and_its_own_picks_count_for_nobody() -> None:
+    """Eight experts for ever, eight slots: after the scan CLOCK and LRU fetch all of them once more, in one of ten counted steps."""
+    trace = np.tile(np.arange(8, dtype=np.uint16), (20, 1, 1))
+    assert slice_traces.middle(10, 20) == 15
+    assert slice_traces.rates(trace, 8, 10) == {"heat": 1.0, "clock": 1.0, "lru": 1.0, "belady": 1.0}
+    assert slice_traces.rates(trace, 8, 10, scan=True) == {"heat": 1.0, "clock": 0.9, "lru": 0.9, "belady": 1.0}
+
+
+def test_a_drift_is_another_popularity_half_way() -> None:
+    """The first half is the seed's own, the second another's; all of it uint16, as the simulator takes it."""
+    drifting = slice_traces.drifting(3, 41, (0, 41))
+    assert (drifting.shape, drifting.dtype) == ((41, 1, 2, 8), np.uint16)
+    assert (drifting[:20] == routing_trace.make(3, 20, depths=(0, 41))).all()
+    assert (drifting[20:] == routing_trace.make(1003, 21, depths=(0, 41))).all()
+    assert set(slice_traces.all_rates(0, 12, 6, (0, 41))) == {"steady", "seed 1", "seed 2", "seed 3", "seed 4", "drift", "scan"}
