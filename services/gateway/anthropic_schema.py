@@ -10,9 +10,9 @@ from pydantic import Field
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, UnsupportedContent
-from services.gateway.formats import FIRST, Body
+from services.gateway.formats import FIRST, Body, Int
 from services.gateway.json_text import MAX_DEPTH, is_deep
-from services.gateway.refusals import refuse_chat_only, refuse_fields
+from services.gateway.refusals import OF_MESSAGES, refuse_chat_only, refuse_fields, refuse_other_names
 from services.gateway.schemas import Number, Parameters, ToolName, with_sampling
 
 
@@ -38,7 +38,7 @@ class ThinkingOptions(Body):
     """`thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    budget_tokens: Annotated[Int, Field(ge=0, le=2**31 - 1)] | None = None
 
 
 class OutputFormat(Body):
@@ -85,12 +85,12 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)]
+    max_tokens: Annotated[Int, Field(ge=1, le=2**31 - 1)]
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=16), FIRST] | None = None
     stream: bool | None = None
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=2**31 - 1)] | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -128,6 +128,7 @@ def check(body: CountBody) -> None:
             raise UnsupportedParameter(f"{name} is not supported by this server; leave it out.", param=name)
     refuse_fields(body.model_extra)
     refuse_chat_only(body.model_extra)
+    refuse_other_names(body.model_extra, OF_MESSAGES)
     for index, tool in enumerate(body.tools or []):
         if tool.type not in (None, "custom"):
             raise UnsupportedParameter(
@@ -250,6 +251,8 @@ def _assistant(blocks: list[Any], path: str) -> dict[str, Any]:
             if is_deep(given):
                 raise InvalidRequest(f"{where}.input is nested deeper than {MAX_DEPTH} levels.", param=f"{where}.input")
             function = {"name": _string(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
+            if not function["name"]:
+                raise InvalidType(f"{where}.name must be a string that is not empty.", param=f"{where}.name")
             call_id = _string(block, "id", where)
             if call_id in calls:
                 raise InvalidRequest(f"{where}.id is {call_id[:60]!r}, as of another tool_use of the message.", param=f"{where}.id")
@@ -282,9 +285,9 @@ def _user(blocks: list[Any], role: str, path: str, ids: Set[str]) -> list[dict[s
 
 
 def _result(block: dict[str, Any], path: str) -> str:
-    content = block.get("content", "")
-    if isinstance(content, str):
-        return content
+    content = block.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise InvalidType(f"{path}.content must be a string or a list of blocks.", param=f"{path}.content")
     return "".join(_text_block(part, f"{path}.content[{index}]") for index, part in enumerate(content))

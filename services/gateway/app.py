@@ -88,7 +88,15 @@ def create_app(
             if traces is not None:
                 await otel.shut_down(traces)
 
-    app = FastAPI(title="glm53-offload", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, telemetry=_NO_TELEMETRY)
+    app = FastAPI(
+        title="glm53-offload",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
+    )
     app.state.services = services
     app.state.stores = Stores.of(services.link)
     app.router.routes.extend(routes.plain_routes)
@@ -210,7 +218,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             response = response_for(path, errors.MethodNotAllowed(f"{request.method} is not allowed for {path}."))
             response.headers["Allow"] = ", ".join(methods)
             return response
-        return errors.response_of(errors.UnknownRoute(f"There is no {request.method} {path[:200]}."))
+        return response_for(path, errors.UnknownRoute(f"There is no {request.method} {path[:200]}."))
     return response_for(path, InvalidRequest(str(error.detail)))
 
 

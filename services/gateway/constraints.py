@@ -26,6 +26,9 @@ from services.gateway.tool_call import Tag
 from services.gateway.tool_grammar import DeclaredTool, ToolGrammar
 from services.gateway.worker_client import Language
 
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# What a schema may say beside `properties: {}` without having any.
+_SAYS_NOTHING = frozenset({"type", "properties", "required", "title", "description", "$schema"})
 _BARE_SLASH = re.compile(r"(?<!\\)/")
 
 # Larger ones take the worker seconds, if they can be followed at all.
@@ -81,7 +84,7 @@ class ToolDemand:
         return [
             DeclaredTool(
                 tool["function"]["name"],
-                tool["function"].get("parameters") or {},
+                _parameters(tool["function"].get("parameters")),
                 f"tools[{index}].function.parameters",
                 must_hold=self.forced or bool(tool["function"].get("strict")),
             )
@@ -93,6 +96,13 @@ class ToolDemand:
     def strict(self) -> bool:
         """True when a tool asks that its calls keep to its schema."""
         return any(tool["function"].get("strict") for tool in self.tools)
+
+
+def _parameters(schema: dict[str, Any] | None) -> dict[str, Any]:
+    """The schema that a forced call is held to: a tool that declares no parameters takes none, whatever a model would make up."""
+    if schema is None or (schema.get("properties") == {} and schema.keys() <= _SAYS_NOTHING):
+        return _NO_PARAMETERS
+    return schema
 
 
 async def constraint_for(

@@ -9,7 +9,7 @@ from services.gateway import errors
 from services.gateway.json_response import JsonResponse
 
 # Anthropic's clients take the kind of an error from this shape; in OpenAI's they find none.
-_ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+_ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -22,7 +22,7 @@ _ANTHROPIC_TYPES = {
 
 def response_for(path: str, error: Glm53Error) -> JsonResponse:
     """The error as a whole response to a request of `path`."""
-    if path not in _ANTHROPIC_PATHS:
+    if not (path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")):
         return errors.response_of(error)
     return JsonResponse(anthropic_body(error), errors.http_of(error).status, headers=errors.headers_of(error))
 

@@ -12,7 +12,7 @@ from services.gateway import completions
 from services.gateway.accept import Ready
 from services.gateway.completion_answer import CompletionAnswer
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
-from services.gateway.native_schemas import GenerateBody, NativeSampling
+from services.gateway.native_schemas import MAX_NEW_TOKENS, GenerateBody, NativeSampling
 from services.gateway.schemas import CompletionRequest, parse, renaming
 from services.gateway.services import Job, Scoring
 
@@ -125,7 +125,7 @@ def _part(given: dict[str, Any], prompt: Any, prompt_path: str, params_path: str
 async def _prepared(part: _Part, body: GenerateBody, ready: Ready, request_id: str) -> Job:
     sampling = part.sampling
     known = sampling.model_dump(include=set(NativeSampling.model_fields), exclude_none=True)
-    fields = {NAMES.get(name, name): value for name, value in known.items()}
+    fields = {"max_tokens": MAX_NEW_TOKENS} | {NAMES.get(name, name): value for name, value in known.items()}
     scored = part.logprobs and part.first >= 0
     if sampling.max_new_tokens == 0 and not scored:
         raise InvalidRequest(

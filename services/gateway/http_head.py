@@ -62,6 +62,9 @@ def origin_form(url: bytes) -> bytes:
     """
     if not url.isascii():
         raise InvalidHttp("The URL has characters that must be percent-encoded.")
+    if url.startswith(b"//"):
+        # uvicorn would take what follows for a host.
+        return b"/" + url.lstrip(b"/")
     if url.startswith(b"/"):
         return url
     if url == b"*":

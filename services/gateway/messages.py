@@ -115,7 +115,9 @@ def _tool(message: dict[str, Any], path: str) -> dict[str, Any]:
     if call_id is not None:
         if not isinstance(call_id, str):
             raise InvalidType(f"{path}.tool_call_id must be a string, not {_kind(call_id)}.", param=f"{path}.tool_call_id")
-        tidy["tool_call_id"] = call_id
+        # Clients that know no ids leave them empty, here as in the calls.
+        if call_id:
+            tidy["tool_call_id"] = call_id
     return tidy
 
 

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _BUG = "The server failed; its log has the reason under this request's id."
 # Requests that may begin in one round of the event loop.
 _PER_ROUND = 1
+_SLASHES = re.compile("//+")
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
 
 
@@ -57,6 +58,10 @@ class RequestScope:
         state = scope.setdefault("state", {})
         state["request_id"] = own_id
         body_is_pending: Callable[[], bool] = state.get("body_is_pending", _never)
+        path = scope["path"]
+        if "//" in path or path.endswith("/"):
+            # What clients make of a base URL that ends with a slash.
+            scope = {**scope, "path": _SLASHES.sub("/", path).rstrip("/") or "/"}
         # Answered as GET is; the server sends the head alone.
         inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         status: int | None = None

@@ -19,7 +19,7 @@ from services.gateway.generate_jobs import NAMES, generate_job
 from services.gateway.idempotency import once
 from services.gateway.json_response import JsonResponse
 from services.gateway.native_schemas import DetokenizeBody, GenerateBody, NativeSampling, TokenizeBody
-from services.gateway.refusals import REFUSED, refuse_fields, refuse_unsupported
+from services.gateway.refusals import OF_GENERATE, REFUSED, refuse_fields, refuse_other_names, refuse_unsupported
 from services.gateway.run import complete, respond
 from services.gateway.schemas import ChatRequest, SamplingFields, parse
 from services.gateway.services import Job
@@ -203,6 +203,7 @@ def _refuse(body: GenerateBody) -> None:
         if name in NativeSampling.model_fields and value is not None and value not in REFUSED.get(name, ()):
             raise UnsupportedParameter(f"{name} belongs into sampling_params.", param=name)
     refuse_fields(body.model_extra)
+    refuse_other_names(body.model_extra, OF_GENERATE)
     several = isinstance(body.sampling_params, list)
     for index, sampling in enumerate(body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]):
         where = f"sampling_params[{index}]" if several else "sampling_params"

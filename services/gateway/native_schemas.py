@@ -6,21 +6,23 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from services.gateway.formats import FIRST, Body
+from services.gateway.formats import FIRST, Body, Int
+from services.gateway.mistakes import exactly_one
 from services.gateway.schemas import TokenId
 
 _Ids = Annotated[list[TokenId], Field(min_length=1), FIRST]
+MAX_NEW_TOKENS = 128
 # Of each prompt of one request.
 _EACH = Field(max_length=1024, fail_fast=True)
 _Rid = Annotated[str, Field(min_length=1, max_length=128)]
-_Start = Annotated[int, Field(ge=-1, le=2**31 - 1)]
-_Top = Annotated[int, Field(ge=0, le=20)]
+_Start = Annotated[Int, Field(ge=-1, le=2**31 - 1)]
+_Top = Annotated[Int, Field(ge=0, le=20)]
 
 
 class NativeSampling(Body):
     """`sampling_params` of /generate; ranges are those of /v1/completions."""
 
-    max_new_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 128
+    max_new_tokens: Annotated[Int, Field(ge=0, le=2**31 - 1)] | None = MAX_NEW_TOKENS
     min_new_tokens: Any = None
     temperature: Any = None
     top_p: Any = None
@@ -38,7 +40,7 @@ class NativeSampling(Body):
     logit_bias: Any = None
     bad_words: Any = None
     allowed_token_ids: Any = None
-    n: Any = None
+    n: Annotated[Int, Field(ge=1, le=128)] | None = None
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
@@ -56,12 +58,12 @@ class GenerateBody(Body):
     top_logprobs_num: _Top | Annotated[list[_Top], _EACH] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if (self.text is None) == (self.input_ids is None):
-            raise ValueError("exactly one of text and input_ids is needed")
+            raise exactly_one("text", "input_ids", given=self.text is not None)
         return self
 
 
@@ -76,7 +78,7 @@ class TokenizeBody(Body):
     @model_validator(mode="after")
     def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is needed")
+            raise exactly_one("prompt", "messages", given=self.prompt is not None)
         return self
 
 

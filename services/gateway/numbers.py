@@ -31,16 +31,28 @@ def finite(text: str) -> float:
     return value
 
 
+class _Long(float):
+    """An infinity in place of a number that was written with so many digits."""
+
+    digits = 0
+
+
 def whole(text: str) -> int | float:
     """For `json.loads(parse_int=...)` where a wrong number is looked for: one with too many digits for a double is infinite."""
-    return math.inf if len(text) > _MOST_DIGITS else int(text)
+    if len(text) <= _MOST_DIGITS:
+        return int(text)
+    found = _Long(math.inf)
+    found.digits = len(text.removeprefix("-"))
+    return found
 
 
 def place_of_infinity(value: Any) -> tuple[str, str] | None:
-    """Where a JSON value holds a number that is not finite, and how Python's reader calls it; None when all are."""
+    """Where a JSON value holds a number that is not finite, and what it is; None when all are."""
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:
         path, inner = waiting.pop()
+        if isinstance(inner, _Long):
+            return path.removeprefix("."), f"a number of {inner.digits} digits"
         if isinstance(inner, float) and not math.isfinite(inner):
             return path.removeprefix("."), {math.inf: "Infinity", -math.inf: "-Infinity"}.get(inner, "NaN")
         if isinstance(inner, dict):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -50,6 +50,7 @@ class _Operation:
         streams: may answer with an event stream.
         media: content type of a 200.
         also: other statuses with the same body as a 200.
+        query: schemas of what may stand behind the URL's question mark.
     """
 
     path: str
@@ -60,6 +61,7 @@ class _Operation:
     streams: bool = False
     media: str = "application/json"
     also: tuple[int, ...] = ()
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def _answer(required: Sequence[str], **properties: Any) -> dict[str, Any]:
@@ -94,6 +96,11 @@ _TOKENS = _answer(("tokens", "count", "max_model_len"), tokens=_IDS, max_model_l
 _DETOKENIZED = _answer(("text",), text={"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]})
 _CANCELLED = _answer(("id", "cancelled"), id=_TEXT, cancelled={"type": "boolean"})
 _DELETED = _answer(("id", "deleted"), id=_TEXT, deleted={"const": True})
+_PAGE: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+    "order": {"enum": ["asc", "desc"], "default": "desc"},
+    "after": _TEXT,
+}
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 OPERATIONS: tuple[_Operation, ...] = (
@@ -102,7 +109,7 @@ OPERATIONS: tuple[_Operation, ...] = (
     _Operation("/v1/responses", "post", "An answer that can be kept and gone on from.", _RESPONSE, ResponsesBody, streams=True),
     _Operation("/v1/responses/{response_id}", "get", "A kept response.", _RESPONSE),
     _Operation("/v1/responses/{response_id}", "delete", "Forgets a kept response.", _DELETED),
-    _Operation("/v1/responses/{response_id}/input_items", "get", "What a kept response was given.", _LISTED),
+    _Operation("/v1/responses/{response_id}/input_items", "get", "What a kept response was given.", _LISTED, query=_PAGE),
     _Operation("/v1/responses/{response_id}/cancel", "post", "Ends a running response.", _RESPONSE),
     _Operation("/v1/requests/{answer_id}/cancel", "post", "Ends a running request.", _CANCELLED),
     _Operation("/v1/messages", "post", "An answer in Anthropic's shape.", _MESSAGE, MessagesBody, streams=True),
@@ -191,7 +198,8 @@ def _described(operation: _Operation) -> dict[str, Any]:
         schema = {"$ref": _REFS.format(model=operation.body.__name__)}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    if names:
-        text = {"type": "string", "minLength": 1}
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in names]
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+    parameters += [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in operation.query.items()]
+    if parameters:
+        described["parameters"] = parameters
     return described

@@ -115,6 +115,75 @@ CHAT_ONLY: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 
+# Fields that an API has under another name, and what to use there: `max_tokens` that nobody heeds is an answer without an end.
+_CHAT_URL = "/v1/chat/completions"
+_OF_CHAT = {
+    "input": "messages",
+    "input_ids": "/v1/completions",
+    "instructions": "a message of the role system",
+    "max_output_tokens": "max_completion_tokens",
+    "output_config": "response_format and reasoning_effort",
+    "previous_response_id": "/v1/responses",
+    "prompt": "messages",
+    "prompt_embeds": "messages",
+    "sampling_params": "its fields by themselves",
+    "stop_sequences": "stop",
+    "system": "a message of the role system",
+}
+_OF_COMPLETIONS = {
+    "input": "prompt",
+    "input_ids": "prompt",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "messages": _CHAT_URL,
+    "prompt_embeds": "prompt",
+    "sampling_params": "its fields by themselves",
+    "stop_sequences": "stop",
+    "thinking_token_budget": _CHAT_URL,
+    "tool_choice": _CHAT_URL,
+    "tools": _CHAT_URL,
+    "top_logprobs": "logprobs",
+}
+OF_RESPONSES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "stop_sequences": "stop",
+    "system": "instructions",
+}
+OF_MESSAGES = {
+    "input": "messages",
+    "instructions": "system",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "prompt": "messages",
+    "response_format": "output_config.format",
+}
+OF_GENERATE = {
+    "echo": "logprob_start_len: 0",
+    "logprobs": "return_logprob and top_logprobs_num",
+    "max_completion_tokens": "sampling_params.max_new_tokens",
+    "max_output_tokens": "sampling_params.max_new_tokens",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "messages": _CHAT_URL,
+    "min_tokens": "sampling_params.min_new_tokens",
+    "prompt": "text",
+    "seed": "sampling_params.sampling_seed",
+    "stop_sequences": "sampling_params.stop",
+}
+# Their values that ask for nothing.
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "parallel_tool_calls": (True,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
+}
+
 
 def refuse_unsupported(request: SamplingFields) -> None:
     """Refuses what would silently change the answer.
@@ -123,6 +192,7 @@ def refuse_unsupported(request: SamplingFields) -> None:
         UnsupportedParameter: names the field.
     """
     refuse_fields(request.model_extra)
+    refuse_other_names(request.model_extra, _OF_CHAT if isinstance(request, ChatRequest) else _OF_COMPLETIONS)
     if isinstance(request, ChatRequest):
         for name in ("chat_template_kwargs", "reasoning", "thinking"):
             refuse_unknown(getattr(request, name), name)
@@ -150,8 +220,22 @@ def refuse_chat_only(unknown: Mapping[str, Any] | None) -> None:
     """
     for name, neutral in CHAT_ONLY.items():
         value = (unknown or {}).get(name)
-        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
-            raise UnsupportedParameter(f"{name} is not supported here; leave it out, or use /v1/chat/completions.", param=name)
+        if value is not None and not _is_one_of(value, neutral):
+            raise UnsupportedParameter(f"{name} is not supported here; leave it out, or use {_CHAT_URL}.", param=name)
+
+
+def refuse_other_names(unknown: Mapping[str, Any] | None, names: Mapping[str, str]) -> None:
+    """Refuses fields that this API has under another name.
+
+    Args:
+        names: such fields, and what to use.
+
+    Raises:
+        UnsupportedParameter: names both.
+    """
+    for name, value in (unknown or {}).items():
+        if name in names and value not in (None, "", [], {}) and not _is_one_of(value, _NOTHING.get(name, ())):
+            raise UnsupportedParameter(f"{name} is not a field of this URL; use {names[name]}.", param=name)
 
 
 def refuse_fields(unknown: Mapping[str, Any] | None, param: str | None = None) -> None:
@@ -167,10 +251,15 @@ def refuse_fields(unknown: Mapping[str, Any] | None, param: str | None = None) -
     for name, value in (unknown or {}).items():
         if value is None or name not in REFUSED:
             continue
-        if not any(value == item and type(value) is type(item) for item in REFUSED[name]):
+        if not _is_one_of(value, REFUSED[name]):
             shown = name if param is None else f"{param}.{name}"
             if name in SamplingFields.model_fields:
-                message = f"{shown} is not supported here; leave it out, or use /v1/chat/completions or /v1/completions."
+                message = f"{shown} is not supported here; leave it out, or use {_CHAT_URL} or /v1/completions."
             else:
                 message = f"{shown} is not supported by this server; {f'use {OWN_NAMES[name]}' if name in OWN_NAMES else 'leave it out'}."
             raise UnsupportedParameter(message, param=param or name)
+
+
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """True for one of the values, of its own type: `true` is not 1."""
+    return any(value == item and type(value) is type(item) for item in neutral)

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.accept import read_body, ready_for, services_of
 from services.gateway.access.keys import ApiKey
 from services.gateway.answers import Head
@@ -78,12 +78,15 @@ def _names(body: ResponsesBody) -> tuple[dict[str, str], dict[str, str]]:
 @router.get("/v1/responses/{response_id}")
 async def get_response(request: Request, response_id: str) -> Response:
     """A kept response."""
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise UnsupportedParameter("stream: a kept response is whole; leave it out.", param="stream")
     return JSONResponse((await _kept(request, response_id, "response_id"))["response"])
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def get_input_items(request: Request, response_id: str) -> Response:
-    """What a kept response was given, newest first."""
+    """What a kept response was given, newest first unless `order` says asc; a page of it with `limit` and `after`."""
+    limit, newest_first = _page(request)
     given = (await _kept(request, response_id, "response_id"))["input"]
     items = given if isinstance(given, list) else [{"role": "user", "content": given}]
     listed = []
@@ -92,8 +95,27 @@ async def get_input_items(request: Request, response_id: str) -> Response:
         if isinstance(entry.get("content"), str):
             entry["content"] = [{"type": "output_text" if entry.get("role") == "assistant" else "input_text", "text": entry["content"]}]
         listed.append(entry)
-    listed.reverse()
-    return JSONResponse({"object": "list", "data": listed, "first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False})
+    if newest_first:
+        listed.reverse()
+    after = request.query_params.get("after")
+    if after is not None:
+        start = next((index for index, entry in enumerate(listed, 1) if entry["id"] == after), None)
+        if start is None:
+            raise InvalidRequest(f"after is {after[:60]!r}, which is the id of no item of this response.", param="after")
+        listed = listed[start:]
+    page = listed[:limit]
+    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": page, **ends, "has_more": len(listed) > limit})
+
+
+def _page(request: Request) -> tuple[int, bool]:
+    """How many items are asked for, and whether the newest comes first."""
+    limit, order = request.query_params.get("limit", "20"), request.query_params.get("order", "desc")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= 100):
+        raise InvalidRequest(f"limit must be 1 to 100 (got {limit[:60]!r}).", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be 'asc' or 'desc' (got {order[:60]!r}).", param="order")
+    return int(limit), order == "desc"
 
 
 @router.delete("/v1/responses/{response_id}")

@@ -201,7 +201,9 @@ class ResponsesAnswer(Wire):
 
     def _item(self, block: Block, *, empty: bool = False) -> dict[str, Any]:
         """An output item; `empty` as it looks when it begins."""
-        status = "in_progress" if empty else "completed" if self.status in ("completed", "in_progress") else "incomplete"
+        # Only the last item can be the one that was cut.
+        cut = self.status not in ("completed", "in_progress") and block is self._blocks.all[-1]
+        status = "in_progress" if empty else "incomplete" if cut else "completed"
         own = {"id": self._id(block), "status": status}
         if block.kind is Kind.CALL:
             arguments = "" if empty else block.text

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.errors import EmptyArray, InvalidType, MissingParameter, UnsupportedContent
-from services.gateway.formats import FIRST, Body
+from services.gateway.formats import FIRST, Body, Int
 from services.gateway.json_text import read_json
-from services.gateway.refusals import refuse_chat_only, refuse_fields, refuse_unknown
+from services.gateway.refusals import OF_RESPONSES, refuse_chat_only, refuse_fields, refuse_other_names, refuse_unknown
 from services.gateway.schemas import Number, Parameters, Reasoning, with_sampling
 
 
@@ -74,7 +74,7 @@ class ResponsesBody(Body):
     tools: Annotated[list[ResponseTool], FIRST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_output_tokens: Annotated[Int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     reasoning: Reasoning | None = None
@@ -85,7 +85,7 @@ class ResponsesBody(Body):
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: Annotated[list[Include], FIRST] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
 
@@ -110,6 +110,7 @@ def check(body: ResponsesBody) -> None:
         raise InvalidRequest(f'top_logprobs needs include: ["{LOGPROBS}"].', param="top_logprobs")
     refuse_fields(body.model_extra)
     refuse_chat_only(body.model_extra)
+    refuse_other_names(body.model_extra, OF_RESPONSES)
     refuse_unknown(body.reasoning, "reasoning")
     for index, tool in enumerate(body.tools or []):
         if tool.type != "function":
@@ -203,6 +204,8 @@ def messages_of(items: str | list[Any], earlier: Sequence[dict[str, Any]] = ()) 
             known.add(item["call_id"])
         elif kind == "function_call_output" and item["call_id"] not in known:
             raise InvalidRequest(f"{where} is {item['call_id'][:60]!r}, which is the id of no call before it.", param=where)
+    if not messages and not earlier:
+        raise InvalidRequest("input has no text: its only items are reasoning without content.", param="input")
     return messages
 
 
@@ -234,6 +237,8 @@ def _message(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) ->
 
 def _call(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
     call_id, name, arguments = (_string(item, key, path) for key in ("call_id", "name", "arguments"))
+    if not name:
+        raise InvalidType(f"{path}.name must be a string that is not empty.", param=f"{path}.name")
     if arguments and not isinstance(read_json(arguments, f"{path}.arguments"), dict | NoneType):
         raise InvalidRequest(f"{path}.arguments must hold a JSON object.", param=f"{path}.arguments")
     function = {"name": name, "arguments": arguments}
@@ -247,9 +252,9 @@ def _output(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> 
 
 
 def _reasoning(item: dict[str, Any], path: str, messages: list[dict[str, Any]]) -> None:
-    parts = item.get("content") or item.get("summary") or []
-    if parts:
-        _turn(messages, opens="reasoning_content")["reasoning_content"] = _parts(parts, f"{path}.content")
+    name = "content" if item.get("content") else "summary"
+    if item.get(name):
+        _turn(messages, opens="reasoning_content")["reasoning_content"] = _parts(item[name], f"{path}.{name}")
 
 
 _READERS = {"message": _message, "function_call": _call, "function_call_output": _output, "reasoning": _reasoning}

@@ -17,8 +17,8 @@ from prometheus_client import Counter
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
 from services.common.errors import InvalidRequest
-from services.gateway.errors import EmptyArray, InvalidType, MissingParameter
-from services.gateway.formats import FIRST, Body, Choices, ResponseFormat, StructuredOutputs
+from services.gateway.formats import FIRST, Body, Choices, Int, ResponseFormat, StructuredOutputs
+from services.gateway.mistakes import mistake_of, shown
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class SamplingFields(Body):
     model: Annotated[str, Field(min_length=1)]
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
@@ -52,28 +52,28 @@ class SamplingFields(Body):
         dict[str, Annotated[Number, Field(ge=-100, le=100)]] | None,
         Field(json_schema_extra=_TOKEN_KEYS),
     ] = None
-    seed: Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
+    seed: Annotated[Int, Field(ge=-_INT64, le=_INT64 - 1)] | None = None
     stop: str | Annotated[list[str], FIRST] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024), FIRST] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1, le=2**31 - 1)] | None = None
     bad_words: Annotated[list[str], Field(max_length=1024), FIRST] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=262_144), FIRST] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    truncate_prompt_tokens: Annotated[Int, Field(ge=-1, le=2**31 - 1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[Int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Annotated[Int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -115,7 +115,7 @@ class SamplingFields(Body):
             if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < 2**32):
                 raise ValueError(f'has the key {key[:40]!r}; keys are token ids, e.g. "42"')
             if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-                raise ValueError(f"has {_shown(bias)} for the token {key}; values are numbers from -100 to 100")
+                raise ValueError(f"has {shown(bias)} for the token {key}; values are numbers from -100 to 100")
         return value
 
 
@@ -216,9 +216,9 @@ class ChatRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Any], Field(json_schema_extra=_MESSAGES_SCHEMA)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], FIRST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -227,7 +227,7 @@ class ChatRequest(SamplingFields):
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking: ThinkingSwitch | None = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    thinking_token_budget: Annotated[Int, Field(ge=0, le=2**31 - 1)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None
@@ -238,8 +238,8 @@ class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[Int, Field(ge=0, le=2**31 - 1)] | None = None
+    logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
     response_format: ResponseFormat | None = None
@@ -252,11 +252,6 @@ def our_names(names: Mapping[str, str], body: Body) -> dict[str, str]:
 
 RequestT = TypeVar("RequestT", bound=SamplingFields)
 BodyT = TypeVar("BodyT", bound=Body)
-
-# Errors at or below these fields are reported under the path of the part at fault, the others under the field's own name.
-_NESTED = ("tools", "messages")
-
-_WRONG_TYPE = ("int_type", "float_type", "string_type", "bool_type", "list_type", "dict_type", "model_type", "model_attributes_type")
 
 
 @contextlib.contextmanager
@@ -291,43 +286,9 @@ def parse(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
     try:
         request = schema.model_validate(body)
     except ValidationError as error:
-        raise _readable(error) from None
+        raise mistake_of(error) from None
     _note_unknown(request)
     return request
-
-
-def _readable(error: ValidationError) -> InvalidRequest:
-    """The first thing that is wrong, in words and with its path."""
-    errors = error.errors(include_url=False, include_context=False)
-    # Of a field that may be one of several things, the one that the client came nearest to.
-    first = max((each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]), key=lambda each: len(each["loc"]))
-    location = [part for part in first["loc"] if not (isinstance(part, str) and _is_branch(part))]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).removeprefix(".")
-    field = str(location[0]) if location else "body"
-    param = path if field in _NESTED else field
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return MissingParameter(f"{path} is missing.", param=param)
-    if first["input"] == [] and first["type"] == "too_short":
-        return EmptyArray(f"{path}: {message}.", param=param)
-    kind = InvalidType if first["type"] in _WRONG_TYPE else InvalidRequest
-    return kind(f"{path}: {message[:300]} (got {_shown(first['input'])}).", param=param)
-
-
-_BRANCHES = ("bool", "int", "str", "NamedChoice", "NamedTool", "NativeSampling")
-
-
-def _is_branch(part: str) -> bool:
-    """True for what pydantic adds to a path to name the branch of a union."""
-    return part in _BRANCHES or part.startswith(("list[", "dict[", "literal[", "function-", "constrained-"))
-
-
-def _shown(value: Any) -> str:
-    """A short, safe form of a refused value; the values of long texts stay out of errors."""
-    if isinstance(value, (dict, list)):
-        return {dict: "an object", list: "a list"}[type(value)]
-    text = repr(value) if not isinstance(value, bool) and value is not None else {None: "null", True: "true", False: "false"}[value]
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 # Of the whole process, because checking a body knows no gateway: what clients say and nobody hears.

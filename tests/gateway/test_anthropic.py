@@ -113,6 +113,7 @@ def test_conversations_of_blocks(stack: Stack) -> None:
                 {"type": "text", "text": "calling"},
                 {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": "é"}},
                 {"type": "tool_use", "id": "t2", "name": "f", "input": {}},
+                {"type": "tool_use", "id": "t3", "name": "f", "input": {}},
             ],
         },
         {
@@ -120,6 +121,7 @@ def test_conversations_of_blocks(stack: Stack) -> None:
             "content": [
                 {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "two"}]},
                 {"type": "tool_result", "tool_use_id": "t1", "content": "one", "is_error": False},
+                {"type": "tool_result", "tool_use_id": "t3", "content": None},
                 {"type": "text", "text": "go on"},
             ],
         },
@@ -127,8 +129,9 @@ def test_conversations_of_blocks(stack: Stack) -> None:
     create(stack, messages=messages, tools=[TOOL], system=[{"type": "text", "text": "sys"}], **THINK)
     assert prompt_of(stack).endswith(
         "<|system|>sys<|user|>ab<|assistant|><think>think</think>calling"
-        "<tool_call>f<arg_key>x</arg_key><arg_value>é</arg_value></tool_call><tool_call>f</tool_call>"
-        "<|observation|><tool_response>one</tool_response><tool_response>two</tool_response><|user|>go on<|assistant|><think>"
+        "<tool_call>f<arg_key>x</arg_key><arg_value>é</arg_value></tool_call><tool_call>f</tool_call><tool_call>f</tool_call>"
+        "<|observation|><tool_response>one</tool_response><tool_response>two</tool_response><tool_response></tool_response>"
+        "<|user|>go on<|assistant|><think>"
     )
 
 

@@ -115,6 +115,14 @@ def test_a_refusal_has_the_shape_of_its_url(door: Stack, keys: dict[str, str], n
     assert ("www-authenticate" in response.headers) == (status == 401)
 
 
+def test_what_does_not_exist_has_the_shape_of_its_neighbours(door: Stack, keys: dict[str, str]) -> None:
+    """Anthropic's client asks for URLs that this server does not have, and reads its own shape."""
+    for path in ("/v1/messages/batches", "/v1/messages/x/y"):
+        response = send(door, path, keys["user"])
+        assert (response.status_code, response.json()["type"], response.json()["error"]["type"]) == (404, "error", "not_found_error")
+    assert set(send(door, "/v1/messagesx", keys["user"]).json()) == {"error"}
+
+
 def test_a_bug_has_the_shape_too(door: Stack, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody expected is still an api_error for Anthropic's client."""
 

@@ -69,8 +69,7 @@ def test_nothing_to_answer_is_named(stack: Stack, url: Url, value: Any) -> None:
     """No input, in every way: absent, null, empty, of another type."""
     body = {name: given for name, given in (url.body | {url.prompt: value}).items() if given is not ...}
     error = refused(stack, url, body)
-    # /generate has two fields for its prompt; without any the body is at fault.
-    assert error["param"] in ((url.prompt, "body") if url.path == "/generate" else (url.prompt,))
+    assert error["param"] == url.prompt
 
 
 @EVERY
@@ -245,3 +244,103 @@ def test_what_breaks_in_mid_stream_ends_the_stream_on_every_url(stack: Stack, ur
     last = json.loads(events[-2] if events[-1] == "[DONE]" else events[-1])
     assert "broken" in json.dumps(last.get("error") or last.get("response", {}).get("error") or last.get("message"))
     assert (events[-1] == "[DONE]") == (url.path in ("/v1/chat/completions", "/v1/completions", "/generate"))
+
+
+WHOLE = {
+    "/v1/chat/completions": (
+        "max_tokens",
+        "n",
+        "seed",
+        "top_k",
+        "priority",
+        "min_tokens",
+        "max_completion_tokens",
+        "thinking_token_budget",
+    ),
+    "/v1/completions": ("max_tokens", "n", "seed", "top_k", "logprobs", "min_tokens", "truncate_prompt_tokens"),
+    "/v1/responses": ("max_output_tokens", "seed", "top_k"),
+    "/v1/messages": ("max_tokens", "seed", "top_k"),
+}
+
+
+@pytest.mark.parametrize(("path", "name"), [(path, name) for path, names in WHOLE.items() for name in names])
+def test_a_whole_number_may_be_written_as_a_float(stack: Stack, path: str, name: str) -> None:
+    """JSON has one kind of number, and some languages write every one of them with a point. Halves, texts and booleans stay mistakes."""
+    body = next(url.body for url in URLS if url.path == path)
+    assert stack.http.post(path, json=body | {name: 2.0}).status_code == 200
+    assert stack.worker.requests
+    for value, shown in ((2.5, "2.5"), ("2", "'2'"), (True, "true")):
+        stack.worker.requests.clear()
+        error = refused(stack, next(url for url in URLS if url.path == path), body | {name: value})
+        assert (error["param"], error["message"]) == (name, f"{name} must be an integer (got {shown}).")
+
+
+def test_the_sampling_parameters_of_generate_are_whole_too(stack: Stack) -> None:
+    """Also those that stand inside sampling_params; null says nothing."""
+    for name in ("max_new_tokens", "min_new_tokens", "sampling_seed", "top_k", "n"):
+        assert stack.http.post("/generate", json={"text": "a", "sampling_params": {name: 2.0}}).status_code == 200
+    assert stack.http.post("/generate", json={"text": "a", "sampling_params": {"max_new_tokens": None}}).status_code == 200
+    assert stack.sampling.max_tokens == 128
+
+
+OTHER_NAMES = [
+    ("/v1/chat/completions", "max_output_tokens", 5, "max_completion_tokens"),
+    ("/v1/chat/completions", "stop_sequences", ["x"], "stop"),
+    ("/v1/chat/completions", "system", "Be brief.", "a message of the role system"),
+    ("/v1/chat/completions", "previous_response_id", "resp_1", "/v1/responses"),
+    ("/v1/completions", "max_completion_tokens", 5, "max_tokens"),
+    ("/v1/completions", "tools", [{"type": "function", "function": {"name": "f"}}], "/v1/chat/completions"),
+    ("/v1/completions", "top_logprobs", 3, "logprobs"),
+    ("/v1/responses", "max_tokens", 5, "max_output_tokens"),
+    ("/v1/responses", "messages", HELLO, "input"),
+    ("/v1/responses", "response_format", {"type": "json_object"}, "text.format"),
+    ("/v1/messages", "max_completion_tokens", 5, "max_tokens"),
+    ("/v1/messages", "response_format", {"type": "json_object"}, "output_config.format"),
+    ("/v1/messages", "parallel_tool_calls", False, "tool_choice.disable_parallel_tool_use"),
+    ("/generate", "max_tokens", 5, "sampling_params.max_new_tokens"),
+    ("/generate", "seed", 5, "sampling_params.sampling_seed"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value", "use"), OTHER_NAMES)
+def test_names_of_the_other_urls_are_refused_with_the_name_to_use(stack: Stack, path: str, name: str, value: Any, use: str) -> None:
+    """A limit that nobody heeds is an answer without an end: what a URL has under another name is no unknown field."""
+    url = next(url for url in URLS if url.path == path)
+    error = refused(stack, url, url.body | {name: value})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert error["message"] == f"{name} is not a field of this URL; use {use}."
+    assert stack.http.post(path, json=url.body | {name: None}).status_code == 200
+
+
+@EVERY
+def test_fields_that_ask_for_nothing_may_stand_on_any_url(stack: Stack, url: Url) -> None:
+    """Clients that fill in every field they know are answered."""
+    nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "top_logprobs": 0,
+        "stop_sequences": [],
+        "system": "",
+    }
+    if url.path == "/v1/chat/completions":
+        del nothing["top_logprobs"]
+    elif url.path == "/v1/messages":
+        del nothing["tool_choice"]
+    assert stack.http.post(url.path, json=url.body | nothing).status_code == 200
+
+
+@EVERY
+@pytest.mark.parametrize("slashed", ["{}/", "/{}", "//{}//", "{}///"])
+def test_slashes_too_many_are_none(stack: Stack, url: Url, slashed: str) -> None:
+    """A base URL that ends with a slash, and a path that begins or ends with one: clients do not follow redirects with a body."""
+    response = stack.http.post(f"{stack.url}{slashed.format(url.path)}", json=url.body)
+    assert response.status_code == 200, response.text
+    assert stack.worker.requests
+
+
+def test_slashes_do_not_open_doors(stack: Stack) -> None:
+    """A path is looked up as it is meant, in every check; what does not exist is still said to be missing."""
+    assert stack.http.get(f"{stack.url}//v1//models/").json()["object"] == "list"
+    missing = stack.http.get(f"{stack.url}//nothing//here/")
+    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "There is no GET /nothing/here.")

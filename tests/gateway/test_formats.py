@@ -184,6 +184,21 @@ def test_required_is_constrained_in_the_models_own_format(able: Stack) -> None:
     assert not accepts(single, "<tool_call>now</tool_call><tool_call>now</tool_call>")
 
 
+@pytest.mark.parametrize(
+    "parameters", [..., None, {"type": "object", "properties": {}}, {"properties": {}, "required": [], "title": "Now"}]
+)
+def test_a_tool_without_parameters_is_called_without_arguments(able: Stack, parameters: Any) -> None:
+    """Whatever the model would make up; a schema that lets anything in still does."""
+    function = {"name": "f"} | ({} if parameters is ... else {"parameters": parameters})
+    made_up = "<tool_call>f<arg_key>a</arg_key><arg_value>b</arg_value></tool_call>"
+    grammar = grammar_of(able, tools=[{"type": "function", "function": function}], tool_choice="required")
+    assert accepts(grammar, "<tool_call>f</tool_call>")
+    assert not accepts(grammar, made_up)
+    for free in ({"type": "object"}, {}, {"properties": {}, "additionalProperties": {"type": "string"}}):
+        function = {"name": "f", "parameters": free}
+        assert accepts(grammar_of(able, tools=[{"type": "function", "function": function}], tool_choice="required"), made_up)
+
+
 def test_a_named_tool_is_the_only_one(able: Stack) -> None:
     """A named tool_choice allows one call of that tool and ends with `stop`, as OpenAI has it; the others stay in the prompt."""
     able.play(Say("</think><tool_call>now</tool_call>"), Finish(pb.FINISH_REASON_GRAMMAR_END))

@@ -116,19 +116,27 @@ def test_lists_of_parameters_with_choices(stack: Stack, streaming: bool) -> None
         ({"text": ["a", "b"], "logprob_start_len": [0] * 3}, "logprob_start_len", "logprob_start_len has 3 entries"),
         ({"text": ["a", "b"], "top_logprobs_num": [1]}, "top_logprobs_num", "top_logprobs_num has 1 entries"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", "sampling_params: n must be the same"),
-        ({"text": ["a", "b"], "sampling_params": [{}, {"temperature": 9}]}, "sampling_params[1]", "sampling_params[1].temperature: "),
+        (
+            {"text": ["a", "b"], "sampling_params": [{}, {"temperature": 9}]},
+            "sampling_params[1]",
+            "sampling_params[1].temperature must be ",
+        ),
         (
             {"text": ["a", "b"], "sampling_params": [{}, {"min_new_tokens": -1}]},
             "sampling_params[1]",
-            "sampling_params[1].min_new_tokens: ",
+            "sampling_params[1].min_new_tokens must be ",
         ),
-        ({"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]}, "sampling_params", "sampling_params[1].max_new_tokens: "),
-        ({"text": ["a", "b"], "sampling_params": [{}, 5]}, "sampling_params", "sampling_params[1]: "),
+        (
+            {"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": -1}]},
+            "sampling_params",
+            "sampling_params[1].max_new_tokens must be ",
+        ),
+        ({"text": ["a", "b"], "sampling_params": [{}, 5]}, "sampling_params", "sampling_params[1] must be "),
         ({"text": ["a", "b"], "sampling_params": [{}, {"stop_regex": "x"}]}, "sampling_params[1]", "sampling_params[1].stop_regex is not"),
         ({"text": ["a", "b"], "sampling_params": [{}, {"max_new_tokens": 0}]}, "sampling_params[1]", "sampling_params[1].max_new_tokens 0"),
         ({"text": ["a", ""], "sampling_params": [{}, {}]}, "text", "text[1] must have at least one token"),
-        ({"text": "a", "sampling_params": {"temperature": 9}}, "sampling_params", "sampling_params.temperature: "),
-        ({"text": "a", "sampling_params": {"sampling_seed": "x"}}, "sampling_params", "sampling_params.sampling_seed: "),
+        ({"text": "a", "sampling_params": {"temperature": 9}}, "sampling_params", "sampling_params.temperature must be "),
+        ({"text": "a", "sampling_params": {"sampling_seed": "x"}}, "sampling_params", "sampling_params.sampling_seed must be "),
         ({"text": ["a"] * 200, "sampling_params": [{"n": 128}] * 200}, "text", "25600 choices are more than 1024"),
     ],
 )
@@ -202,8 +210,8 @@ def test_generates_sampling_reaches_the_worker(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({}, "body"),
-        ({"text": "a", "input_ids": [1]}, "body"),
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
         ({"text": 5}, "text"),
         ({"text": ""}, "text"),
         ({"text": []}, "text"),
@@ -259,8 +267,8 @@ def test_tokenize_and_back(stack: Stack, prefix: str) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/tokenize", {}, "body"),
-        ("/tokenize", {"prompt": "a", "messages": HELLO}, "body"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),

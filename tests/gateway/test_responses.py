@@ -146,6 +146,36 @@ def test_stored_responses_can_be_read_and_deleted(stack: Stack) -> None:
     assert (error["param"], error["code"]) == ("previous_response_id", "response_not_found")
 
 
+def test_input_items_come_in_pages(stack: Stack) -> None:
+    """`limit`, `order` and `after` are those of OpenAI's API; its client turns the pages by itself."""
+    given = [{"role": "user", "content": str(number)} for number in range(5)]
+    url = f"/v1/responses/{create(stack, input=given)['id']}/input_items"
+
+    def page(**params: Any) -> tuple[list[str], bool]:
+        found = stack.http.get(url, params=params).json()
+        assert [found["first_id"], found["last_id"]] == (
+            [found["data"][0]["id"], found["data"][-1]["id"]] if found["data"] else [None, None]
+        )
+        return [item["content"][0]["text"] for item in found["data"]], found["has_more"]
+
+    assert page() == (["4", "3", "2", "1", "0"], False)
+    assert page(order="asc", limit=2) == (["0", "1"], True)
+    second = stack.http.get(url, params={"order": "asc", "limit": 2}).json()["last_id"]
+    assert page(order="asc", limit=2, after=second) == (["2", "3"], True)
+    assert page(order="desc", limit=1, after=second) == (["0"], False)
+    name = url.split("/")[3]
+    assert [item.content[0].text for item in stack.client().responses.input_items.list(name, limit=2, order="asc")] == list("01234")
+    for params in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "item_9"}):
+        check_error(stack.http.get(url, params=params), next(iter(params)))
+
+
+def test_a_kept_response_is_not_streamed(stack: Stack) -> None:
+    """Who asks for events must not get one object instead."""
+    url = f"/v1/responses/{create(stack)['id']}"
+    check_error(stack.http.get(url, params={"stream": "true"}), "stream")
+    assert stack.http.get(url, params={"stream": "false"}).status_code == 200
+
+
 def test_a_running_response_can_be_cancelled(stack: Stack) -> None:
     """Cancelling ends the job; the request that made it gets what there is. A complete one cannot be cancelled."""
 
@@ -174,7 +204,11 @@ def test_a_cut_answer_is_incomplete(stack: Stack) -> None:
     stack.play(Say("hm</think>half"), Finish(pb.FINISH_REASON_LENGTH))
     found = create(stack)
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert events_of(stack)[-1]["type"] == "response.incomplete"
+    assert [item["status"] for item in found["output"]] == ["completed", "incomplete"]
+    *events, last = events_of(stack)
+    assert last["type"] == "response.incomplete"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == last["response"]["output"]
 
 
 def test_reasoning_that_is_the_answer(stack: Stack) -> None:

@@ -44,42 +44,42 @@ def test_template_options_are_the_known_ones(stack: Stack, path: str) -> None:
     )
     error = refused(stack, path, chat_template_kwargs={"enable_thinking": "no"})
     assert error["param"] == "chat_template_kwargs"
-    assert error["message"].startswith("chat_template_kwargs.enable_thinking: ")
+    assert error["message"].startswith("chat_template_kwargs.enable_thinking must be ")
     assert send(stack, path, chat_template_kwargs={"add_vision_id": None, "enable_thinking": True}).status_code == 200
 
 
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
-    ("/v1/responses", {"reasoning": {"effort": "x"}}, "reasoning", "reasoning.effort: "),
-    ("/v1/responses", {"reasoning": {"effort": 5}}, "reasoning", "reasoning.effort: "),
-    ("/v1/responses", {"reasoning": {"effort": ["low"]}}, "reasoning", "reasoning.effort: "),
-    ("/v1/responses", {"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary: "),
-    ("/v1/responses", {"reasoning": {"generate_summary": 1}}, "reasoning", "reasoning.generate_summary: "),
+    ("/v1/responses", {"reasoning": {"effort": "x"}}, "reasoning", "reasoning.effort must be "),
+    ("/v1/responses", {"reasoning": {"effort": 5}}, "reasoning", "reasoning.effort must be "),
+    ("/v1/responses", {"reasoning": {"effort": ["low"]}}, "reasoning", "reasoning.effort must be "),
+    ("/v1/responses", {"reasoning": {"summary": "long"}}, "reasoning", "reasoning.summary must be "),
+    ("/v1/responses", {"reasoning": {"generate_summary": 1}}, "reasoning", "reasoning.generate_summary must be "),
     (
         "/v1/responses",
         {"reasoning": {"budget": 5}},
         "reasoning",
         "reasoning.budget is not an option of this server; reasoning has effort, ",
     ),
-    ("/v1/responses", {"reasoning": "low"}, "reasoning", "reasoning: "),
-    ("/v1/responses", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort: "),
-    ("/v1/responses", {"thinking_token_budget": -1}, "thinking_token_budget", "thinking_token_budget: "),
-    ("/v1/responses", {"thinking": {"type": "x"}}, "thinking", "thinking.type: "),
-    ("/v1/responses", {"text": {"verbosity": "loud"}}, "text", "text.verbosity: "),
+    ("/v1/responses", {"reasoning": "low"}, "reasoning", "reasoning must be "),
+    ("/v1/responses", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort must be "),
+    ("/v1/responses", {"thinking_token_budget": -1}, "thinking_token_budget", "thinking_token_budget must be "),
+    ("/v1/responses", {"thinking": {"type": "x"}}, "thinking", "thinking.type must be "),
+    ("/v1/responses", {"text": {"verbosity": "loud"}}, "text", "text.verbosity must be "),
     ("/v1/chat/completions", {"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning", "reasoning.effort is low, but"),
-    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking", "thinking.budget_tokens: "),
-    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": "9"}}, "thinking", "thinking.budget_tokens: "),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking", "thinking.budget_tokens must be "),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": "9"}}, "thinking", "thinking.budget_tokens must be "),
     ("/v1/messages", {"thinking": {}}, "thinking", "thinking.type is missing"),
-    ("/v1/messages", {"thinking": "enabled"}, "thinking", "thinking: "),
-    ("/v1/messages", {"output_config": {"effort": "none"}}, "output_config", "output_config.effort: "),
-    ("/v1/messages", {"output_config": {"effort": 1}}, "output_config", "output_config.effort: "),
-    ("/v1/messages", {"output_config": {"format": {"type": "json"}}}, "output_config", "output_config.format.type: "),
+    ("/v1/messages", {"thinking": "enabled"}, "thinking", "thinking must be "),
+    ("/v1/messages", {"output_config": {"effort": "none"}}, "output_config", "output_config.effort must be "),
+    ("/v1/messages", {"output_config": {"effort": 1}}, "output_config", "output_config.effort must be "),
+    ("/v1/messages", {"output_config": {"format": {"type": "json"}}}, "output_config", "output_config.format.type must be "),
     ("/v1/messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config", "output_config.format.schema is missing"),
-    ("/v1/messages", {"output_config": []}, "output_config", "output_config: "),
-    ("/v1/messages", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort: "),
-    ("/v1/messages/count_tokens", {"thinking": {"type": "x"}}, "thinking", "thinking.type: "),
-    ("/tokenize", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort: "),
-    ("/tokenize", {"reasoning": {"effort": "x"}}, "reasoning", "reasoning.effort: "),
-    ("/tokenize", {"thinking": {"type": "x"}}, "thinking", "thinking.type: "),
+    ("/v1/messages", {"output_config": []}, "output_config", "output_config must be "),
+    ("/v1/messages", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort must be "),
+    ("/v1/messages/count_tokens", {"thinking": {"type": "x"}}, "thinking", "thinking.type must be "),
+    ("/tokenize", {"reasoning_effort": "x"}, "reasoning_effort", "reasoning_effort must be "),
+    ("/tokenize", {"reasoning": {"effort": "x"}}, "reasoning", "reasoning.effort must be "),
+    ("/tokenize", {"thinking": {"type": "x"}}, "thinking", "thinking.type must be "),
 ]
 
 
