@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,28 +99,26 @@ def interval(values: NDArray[np.float64], prompts: Sequence[int], seed: int = 0)
     return float(low), float(high)
 
 
-def summary(exact: Run, fast: Run, noisy: Sequence[Run], placements: dict[str, Run]) -> dict[str, Any]:
-    """The figures that are quoted.
-
-    Args:
-        exact, fast: the two modes.
-        noisy: exact with noise of stock's own size in its experts, one run for each seed.
-        placements: fast with other placements, by name.
-    """
+def distance(exact: Run, fast: Run) -> dict[str, Any]:
+    """Of `fast` to `exact`: mean KL with its interval, agreement, positions."""
     ours = divergences(exact, fast)
-    floors = [divergences(exact, run) for run in noisy]
-    floor = float(np.mean([values.mean() for values in floors])) if floors else None
-    top1_floor = float(np.mean([agreement(exact, run) for run in noisy])) if floors else None
     low, high = interval(ours, exact.prompts)
-    hashes = {name: digest(run) for name, run in placements.items()}
-    return {
-        "placement_invariant": bool(hashes) and set(hashes.values()) == {digest(fast)},
-        "placements": len(hashes),
-        "positions": len(exact.logits),
-        "kl_fast_vs_exact": float(ours.mean()),
-        "kl_fast_vs_exact_95": [low, high],
-        "kl_noise_floor": floor,
-        "kl_over_floor": float(ours.mean()) / floor if floor else None,
-        "top1_fast": agreement(exact, fast),
-        "top1_noise_floor": top1_floor,
-    }
+    return {"kl": float(ours.mean()), "kl_95": [low, high], "top1": agreement(exact, fast), "positions": len(exact.logits)}
+
+
+def save(path: Path, run: Run, fed: Any) -> None:
+    """Keeps a run and the tokens that it was fed for a later command."""
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("wb") as out:
+        np.savez(
+            out, logits=np.stack(run.logits), prompts=np.array(run.prompts), more=np.array(json.dumps({"fed": fed, "facts": run.facts}))
+        )
+    part.replace(path)
+
+
+def load(path: Path) -> tuple[Run, Any]:
+    """What `save` kept."""
+    with np.load(path) as kept:
+        more = json.loads(str(kept["more"]))
+        return Run(list(kept["logits"]), kept["prompts"].tolist(), more["facts"]), more["fed"]

@@ -4,15 +4,13 @@ fidelity: forced decode steps of the shipped checkpoint. Every placement of `fas
 also while cpu_expert is killed) must give the same bits; `fast` against `exact` is compared with exact under noise of stock's own size.
 speed: decode of the full-shape slice (bench/gpu_exact_slice.py), `exact` and `fast` in one run, with the link as it is and at half rate.
 
-Rows are written as they come: what a run has measured stays when it is cut off. A run takes about 4 minutes for the first part and, with
-12 layers whose arena is there already, 6 for the second; `--seconds` leaves out what would begin later.
+Each row is written as it comes, and a command goes on where an earlier one of the same boot was cut off (--state). Ratios to stock come
+from `bench.gpu_exact_slice`'s result file of the same boot, those of the kernel from `bench.gpu_int_kernel`'s.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import time
 import traceback
 from pathlib import Path
@@ -20,8 +18,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench import fast_fidelity, report
+from bench import fast_fidelity, fast_figures, report
 from bench.fast_fidelity import Run, Setting
+from bench.kept_rows import Rows
 from kernels.python.fast_pager import Forced
 
 OUT = report.ROOT / "docs" / "results" / "gpu_fast.json"
@@ -30,7 +29,7 @@ TINY = report.ROOT / "models" / "tiny" / "checkpoint"
 GROUPS = (1, 1, 2, 4, 8, 8, 8, 8)
 STEPS = 56
 NOISE_SEEDS = 8
-ROUND_TRIP = "publish to reply"
+RESULTS = report.ROOT / "docs" / "results"
 
 
 class Rig(Protocol):
@@ -50,23 +49,57 @@ class Rig(Protocol):
 
 
 class Results:
-    """Rows and summary of the file, written after each row."""
+    """Rows and summary of both parts, written after each row and kept over commands.
 
-    def __init__(self, out: Path, started: dict[str, Any]) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.summary: dict[str, Any] = {}
-        self._out, self._started = out, started
+    Args:
+        out: the result file.
+        started: bench.report.start()'s.
+        state: what the next command goes on with; None: beside the result file.
+        slice_file: bench.gpu_exact_slice's result, for ratios to stock.
+        kernel_file: bench.gpu_int_kernel's.
+    """
+
+    def __init__(
+        self, out: Path, started: dict[str, Any], state: Path | None = None, slice_file: Path | None = None, kernel_file: Path | None = None
+    ) -> None:
+        self.state = state or out.with_suffix(".rows")
+        self._others = fast_figures.Others(slice_file, kernel_file)
+        self.kept = Rows(self.state, out, started, self._summarise)
+        self.left_out: list[str] = []
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """In the order in which they were first measured."""
+        return list(self.kept.rows.values())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Of the rows so far."""
+        return self.kept.summary()
+
+    def _summarise(self, rows: dict[str, dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+        return fast_figures.summarise(list(rows.values()), facts, self._others) | {"left_out": self.left_out}
 
     def add(self, **row: Any) -> None:
         """One measurement."""
-        self.rows.append(row)
-        print(row, flush=True)
-        self.save()
+        self.kept.put(fast_figures.key_of(row), row)
+
+    def done(self, **names: Any) -> bool:
+        """True when such a row is there."""
+        return self.kept.done(fast_figures.key_of(names))
+
+    def row(self, **names: Any) -> dict[str, Any]:
+        """A row that is there."""
+        return self.kept.rows[fast_figures.key_of(names)]
+
+    def leave_out(self, name: str) -> None:
+        """Says that there was no time for something."""
+        print(f"no time for: {name}", flush=True)
+        self.left_out.append(name)
 
     def save(self) -> None:
         """The file as it stands."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            report.write_result(self._out, self._started, self.rows, self.summary)
+        self.kept.save()
 
 
 def placements(setting: Any) -> list[Any]:
@@ -89,53 +122,50 @@ def fidelity(rig: Rig, setting: Any, prompts: list[list[int]], results: Results,
     for streams in GROUPS:
         groups.append(prompts[first : first + streams])
         first += streams
+    exact, fed = _exact(rig, setting, groups, results, steps)
+    _placements(rig, setting, groups, results, steps, exact, fed)
+    if not results.done(part="fidelity", name="relative RMS against fp64"):
+        results.add(part="fidelity", name="relative RMS against fp64", **rig.stock_error(groups[min(2, len(groups) - 1)]))
+    stock_rms = results.row(part="fidelity", name="relative RMS against fp64")["stock"]
+    for seed in range(NOISE_SEEDS):
+        if results.done(part="fidelity", name="noise floor", seed=seed):
+            continue
+        if not rig.time_left():
+            results.leave_out(f"noise floor, seed {seed}")
+            continue
+        noisy, _ = rig.forced(setting(f"exact, noise {seed}", fast=False, noise=stock_rms, seed=seed), groups, fed, steps)
+        kl = float(fast_fidelity.divergences(exact, noisy).mean())
+        results.add(part="fidelity", name="noise floor", seed=seed, kl=kl, top1=fast_fidelity.agreement(exact, noisy))
+
+
+def _exact(rig: Rig, setting: Any, groups: list[list[list[int]]], results: Results, steps: int) -> tuple[Run, Any]:
+    """Logits of `exact` and the tokens that every other run is fed; those of an earlier command where they are still there."""
+    kept = results.state.with_name(results.state.name + ".exact.npz")
+    if results.done(part="fidelity", name="exact again") and kept.exists():
+        return fast_fidelity.load(kept)
     exact, fed = rig.forced(setting("exact", fast=False), groups, None, steps)
+    fast_fidelity.save(kept, exact, fed)
     results.add(part="fidelity", name="exact", positions=len(exact.logits), hash=fast_fidelity.digest(exact), **exact.facts)
     again, _ = rig.forced(setting("exact", fast=False), groups, fed, steps)
     results.add(part="fidelity", name="exact again", differing=fast_fidelity.steps_differing(exact, again))
-    runs: dict[str, Run] = {}
+    return exact, fed
+
+
+def _placements(rig: Rig, setting: Any, groups: list[list[list[int]]], results: Results, steps: int, exact: Run, fed: Any) -> None:
+    """A hash for every placement; the first one's distance to `exact`."""
+    reference: Run | None = None
     for placement in placements(setting):
+        if results.done(part="fidelity", name=placement.name):
+            continue
         if not rig.time_left():
-            results.add(part="fidelity", name=placement.name, left_out=True)
+            results.leave_out(placement.name)
             continue
         run, _ = rig.forced(placement, groups, fed, steps)
-        runs[placement.name] = run
-        reference = next(iter(runs.values()))
-        differing = fast_fidelity.steps_differing(reference, run)
-        results.add(part="fidelity", name=placement.name, hash=fast_fidelity.digest(run), differing=differing, **run.facts)
-    error = rig.stock_error(groups[min(2, len(groups) - 1)])
-    results.add(part="fidelity", name="relative RMS against fp64", **error)
-    noisy: list[Run] = []
-    for seed in range(NOISE_SEEDS):
-        if not rig.time_left():
-            break
-        noisy.append(rig.forced(setting(f"exact, noise {seed}", fast=False, noise=error["stock"], seed=seed), groups, fed, steps)[0])
-        values = fast_fidelity.divergences(exact, noisy[-1])
-        results.add(part="fidelity", name="noise floor", seed=seed, kl=float(values.mean()), top1=fast_fidelity.agreement(exact, noisy[-1]))
-    fast = next(iter(runs.values()))
-    results.summary |= fast_fidelity.summary(exact, fast, noisy, runs)
-    results.summary |= {"stock_relative_rms": error["stock"], "fast_relative_rms": error["ours"], "noise_seeds": len(noisy)}
-    results.save()
-
-
-def speed_summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios from the speed part's rows; None where a row is missing."""
-    times = {
-        (row["name"], row["streams"], row["link_derate"]): row["tok_s"] for row in rows if row.get("part") == "speed" and "tok_s" in row
-    }
-
-    def ratio(streams: int, derate: int = 1) -> float | None:
-        fast = times.get(("fast", streams, derate))
-        exact = max((v for (name, s, d), v in times.items() if name.startswith("exact") and (s, d) == (streams, derate)), default=None)
-        return round(fast / exact, 3) if fast and exact else None
-
-    figures: dict[str, Any] = {f"c{n}_tok_s": times.get(("fast", n, 1)) for n in (1, 2, 4)}
-    figures |= {f"c{n}_vs_exact": ratio(n) for n in (1, 2, 4)}
-    figures["c1_vs_exact_derated"] = ratio(1, 2)
-    one = next((row for row in rows if row.get("name") == "fast" and row.get("streams") == 1 and row.get("link_derate") == 1), {})
-    figures |= {name: one.get(name) for name in ("step_over_bound", "planner_error_pct")}
-    trip = next((row for row in rows if row.get("name") == ROUND_TRIP), {})
-    return figures | {name: trip.get(name) for name in ("publish_to_reply_us", "publish_to_reply_p99_us")}
+        reference = reference or run
+        facts = {"differing": fast_fidelity.steps_differing(reference, run), **run.facts}
+        results.add(part="fidelity", name=placement.name, placement=True, hash=fast_fidelity.digest(run), **facts)
+        if not results.done(part="fidelity", name="fast against exact"):
+            results.add(part="fidelity", name="fast against exact", **fast_fidelity.distance(exact, run))
 
 
 def parse() -> argparse.Namespace:
@@ -147,6 +177,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=150, help="measured decode steps")
     parser.add_argument("--threads", type=int, default=14, help="of cpu_expert")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--state", type=Path, default=Path("/dev/shm/glm53-fast-rows.json"), help="what a later command goes on with")
+    parser.add_argument(
+        "--slice", type=Path, default=RESULTS / "gpu_exact_slice.json", help="bench.gpu_exact_slice's result: stock's steps"
+    )
+    parser.add_argument("--int-kernel", type=Path, default=RESULTS / "gpu_int_kernel.json", help="bench.gpu_int_kernel's result")
+    parser.add_argument("--report", action="store_true", help="measure nothing, write the file again")
     parser.add_argument("--dry-run", action="store_true", help="the whole course with made-up figures, without a GPU")
     args = parser.parse_args()
     args.parts = [args.only] if args.only else ["fidelity", "speed"]
@@ -157,10 +193,10 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
     if args.dry_run:
         from bench.gpu_fast_dry import DryRig, speed
 
-        results.summary["dry_run"] = True
+        results.kept.note(dry_run=True)
         if "fidelity" in args.parts:
             prompts = [[int(t) for t in np.random.default_rng(i).integers(10, 100, 5 + i)] for i in range(sum(GROUPS))]
-            fidelity(DryRig(), Setting, prompts, results, steps=4)
+            fidelity(DryRig(deadline), Setting, prompts, results, steps=4)
         if "speed" in args.parts:
             speed(results)
     else:
@@ -170,23 +206,25 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
             gpu_fast_parts.fidelity_on_gpu(args, results, deadline)
         if "speed" in args.parts:
             gpu_fast_parts.speed_on_gpu(args, results, deadline)
-    results.summary |= speed_summary(results.rows)
 
 
 def main() -> None:
     args = parse()
     began = time.monotonic()
-    results = Results(args.out, report.start("bench.gpu_fast"))
+    started = report.start("bench.gpu_fast")
+    results = Results(args.out, started, args.state, args.slice, args.int_kernel)
+    problem: dict[str, Any] = {}
     try:
-        run(args, results, began + args.seconds)
+        if not args.report:
+            run(args, results, began + args.seconds)
     except Exception:
-        results.summary["problem"] = traceback.format_exc().splitlines()[-1]
+        problem["problem"] = traceback.format_exc().splitlines()[-1]
         traceback.print_exc()
         raise
     finally:
-        results.summary["seconds"] = round(time.monotonic() - began, 1)
-        report.write_result(args.out, results._started, results.rows, results.summary)
-    if results.summary.get("placement_invariant") is False:
+        results.kept.note(**{f"seconds_{args.only or 'both'}": round(time.monotonic() - began, 1)})
+        report.write_result(args.out, {**started, "facts": results.kept.facts}, results.rows, results.summary | problem)
+    if results.summary["placement_invariant"] is False:
         raise SystemExit(1)
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from bench import gpu_exact_slice, routing_trace, slice_rates
+from bench import fast_figures, gpu_exact_slice, routing_trace, slice_rates
 from bench.fast_fidelity import Setting
-from bench.gpu_fast import GROUPS, ROUND_TRIP, TINY, Results, fidelity
+from bench.gpu_fast import GROUPS, TINY, Results, fidelity
 from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
+from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib
 from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
@@ -26,13 +30,14 @@ from services.gpu_worker.checkpoint import Checkpoint
 SHM = "/dev/shm"
 SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `slice`
 IDLE_S = 5.0
+EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
 def prepare(results: Results) -> None:
     """Checks and imports exllamav3, as the slice's own bench does."""
     chosen = argparse.Namespace(tune=False)
     gpu_exact_slice.prepare_exllamav3(chosen)
-    results.summary |= {"gpu": torch.cuda.get_device_name(0), "triton_tuners": chosen.tuners}
+    results.kept.note(gpu=torch.cuda.get_device_name(0), triton_tuners=chosen.tuners)
 
 
 def fidelity_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
@@ -50,7 +55,8 @@ def fidelity_on_gpu(args: argparse.Namespace, results: Results, deadline: float)
         loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=32_768, max_streams=8, chunk=2048)
         rig = GpuRig(loaded, config.num_experts_per_tok, config.vocab_size, "gpu-fast", lane, deadline, SHM)
         fidelity(rig, Setting, prompts(TINY, sum(GROUPS), seed=1), results)
-        idle(rig, results)
+        if not results.done(part="idle", name="idle"):
+            idle(rig, results)
     finally:
         lane.close()
         arena.unlink()
@@ -68,64 +74,156 @@ def idle(rig: GpuRig, results: Results) -> None:
         time.sleep(IDLE_S)
         worker_pct = 100 * (time.process_time() - worker) / IDLE_S
         lane_pct = 100 * (rig.lane.cpu_seconds() - lane) / IDLE_S
-    results.add(part="idle", worker_core_pct=round(worker_pct, 2), cpu_expert_core_pct=round(lane_pct, 2))
-    results.summary["idle_core_pct"] = round(worker_pct + lane_pct, 2)
+    results.add(part="idle", name="idle", worker_core_pct=round(worker_pct, 2), cpu_expert_core_pct=round(lane_pct, 2))
 
 
-def settings_of_speed(threads: int) -> list[Setting]:
-    """What is measured on the slice, best known first, so that a run that is cut off has the ratios."""
+@dataclass(frozen=True)
+class Measured:
+    """A setting with the streams that it is measured at, in this order."""
+
+    setting: Setting
+    streams: tuple[int, ...]
+    steps: int = 0  # 0 for as many as all have
+
+
+def settings_of_speed(threads: int) -> list[Measured]:
+    """What is measured on the slice, the most valuable first, so that a run that is cut off has the ratios."""
     share = routing_trace.SLOT_SHARE
-    settings = []
-    for derate in (1, 2):
-        common: dict[str, Any] = {"slots": share, "placed": share, "link_derate": derate}
-        settings += [
-            Setting("exact in step", fast=False, **common),
-            Setting("fast", **common, facts={"threads": threads}),
-            Setting("fast without the lane", forced=Forced.NEVER_LANE, lane=False, **common),
-        ]
-        if derate == 1:
-            settings.append(Setting("exact between steps", fast=False, on_demand=False, **common))
-    return settings
+    common: dict[str, Any] = {"slots": share, "placed": share}
+    half: dict[str, Any] = {**common, "link_derate": 2}
+    alone: dict[str, Any] = {"forced": Forced.NEVER_LANE, "lane": False}
+    facts = {"threads": threads}
+    return [
+        Measured(Setting(fast_figures.FAST, **common, facts=facts), (1, 4, 2)),
+        Measured(Setting("exact in step", fast=False, **common), (1, 4, 2)),
+        Measured(Setting("exact between steps", fast=False, on_demand=False, **common), (1, 4)),
+        Measured(Setting(fast_figures.FAST, **half, facts=facts), (1,)),
+        Measured(Setting("exact in step", fast=False, **half), (1,)),
+        Measured(Setting(fast_figures.MANY_STEPS, **common, facts=facts), (1,), fast_figures.ENOUGH_STEPS),
+        Measured(Setting("fast without the lane", **alone, **common), (1, 4, 2)),
+        Measured(Setting(fast_figures.TWO_THREADS, **common, facts={"threads": 2}), (1,)),
+        Measured(Setting("fast without the lane", **alone, **half), (1,)),
+    ]
+
+
+def expected_s(setting: Setting, streams: int, steps: int) -> float:
+    """Seconds that a measurement should take: as those of `exact`, which were measured before."""
+    return 2.0 + steps * EXPECTED_MS[streams] * setting.link_derate / 1000
 
 
 def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
     """The full-shape slice with its routing forced from a trace."""
+    if all(results.done(**key_of(one.setting, n)) for one in settings_of_speed(args.threads) for n in one.streams):
+        print("speed: everything is measured", flush=True)
+        return
     prepare(results)
     loaded, checkpoint = load_slice(args.layers)
     trace = routing_trace.make(0, args.warm + args.steps, streams=8, depths=gpu_exact_slice.depths_of(args.layers))
     routing = gpu_exact_slice.ForcedRouting(loaded, trace)
-    lane = LaneProcess("slice", SHM, args.threads)
-    rig = GpuRig(loaded, routing_trace.TOP_K, checkpoint.config.vocab_size, "slice", lane, deadline, SHM)
-    resident: dict[int, float] = {}
+    lanes_of = {threads: LaneProcess("slice", SHM, threads) for threads in (args.threads, 2)}
+    rig = GpuRig(loaded, routing_trace.TOP_K, checkpoint.config.vocab_size, "slice", lanes_of[args.threads], deadline, SHM)
+    results.kept.note(record_bytes=loaded.records.stride, layers=args.layers)
     try:
-        everything = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
-        link = dram = 0.0
-        with rig.backend(everything) as backend:
-            link, dram = slice_rates.link_rate(backend.experts, loaded), slice_rates.read_rate(loaded, args.threads)
-            results.summary |= {"link_gb_s": round(link / 1e9, 2), "dram_gb_s": round(dram / 1e9, 2)}
-            gpu_exact_slice.decode(backend, routing, 1, 0, 30, deadline)  # compiles
-            measure(results, backend, routing, everything, args, deadline, {})
-        everything = Setting("every expert in VRAM, fast", slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False)
-        with rig.backend(everything) as backend:
-            resident |= measure(results, backend, routing, everything, args, deadline, {})
-            results.add(part="speed", name=ROUND_TRIP, **time_of_a_round_trip(backend))
-        for setting in settings_of_speed(args.threads):
-            if not rig.time_left():
-                results.add(part="speed", name=setting.name, link_derate=setting.link_derate, left_out=True)
-                continue
-            with rig.backend(setting) as backend:
-                bound = {"resident": resident, "link": link / setting.link_derate, "dram": dram, "stride": loaded.records.stride}
-                measure(results, backend, routing, setting, args, deadline, bound)
-        if rig.time_left():
-            two = LaneProcess("slice", SHM, 2)
-            lane.close()
-            rig.lane = two
-            setting = Setting("fast, two threads", slots=routing_trace.SLOT_SHARE, placed=routing_trace.SLOT_SHARE)
-            with rig.backend(setting) as backend:
-                measure(results, backend, routing, setting, args, deadline, {}, streams_measured=(1,))
-            two.close()
+        with contextlib.ExitStack() as inside:
+            watch = Watch(rig, inside)
+            resident = measure_resident(rig, results, routing, args, watch)
+            for one in settings_of_speed(args.threads):
+                measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
     finally:
-        lane.close()
+        for lane in lanes_of.values():
+            lane.close()
+
+
+def key_of(setting: Setting, streams: int) -> dict[str, Any]:
+    """A row's names."""
+    return {"part": "speed", "name": setting.name, "streams": streams, "link_derate": setting.link_derate}
+
+
+class Watch:
+    """Memory of each row: VRAM by the driver ten times a second, host memory of worker and cpu_expert beside the records."""
+
+    def __init__(self, rig: GpuRig, inside: contextlib.ExitStack) -> None:
+        self._rig = rig
+        self._peak: PeakSampler | None = None
+        try:
+            self._peak = inside.enter_context(PeakSampler(Nvml().used))
+        except OSError as error:
+            print(f"no peak of VRAM: {error}", flush=True)
+
+    def take(self, setting: Setting) -> dict[str, Any]:
+        """Since the last call."""
+        arena = self._rig.loaded.records.arena
+        pids = [os.getpid(), *([self._rig.lane.pid] if setting.lane and setting.fast and self._rig.lane.pid else [])]
+        paths = [Path(segments.arena_path(SHM, "slice")), Path(segments.ctl_path(SHM, "slice"))]
+        row: dict[str, Any] = {"ram_extra_gib": ram_extra_gib(arena.total_bytes, paths, pids)}
+        if self._peak is not None:
+            peak, samples = self._peak.take()
+            row |= {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
+        return row
+
+
+def measure_resident(
+    rig: GpuRig, results: Results, routing: gpu_exact_slice.ForcedRouting, args: argparse.Namespace, watch: Watch
+) -> dict[int, float]:
+    """Every expert in VRAM: what the bound begins with, rates, the way to the host and back. Streams -> milliseconds a step."""
+    exact = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
+    ours = Setting("every expert in VRAM, fast", slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False)
+    streams = (1, 2, 4)
+    if not results.done(**key_of(exact, 1)) or "dram_gb_s" not in results.kept.facts:
+        with rig.backend(exact) as backend:
+            rates = {
+                "link_gb_s": slice_rates.link_rate(backend.experts, rig.loaded),
+                "link_half_gb_s": slice_rates.link_rate(backend.experts, rig.loaded, derate=2),
+                "dram_gb_s": slice_rates.read_rate(rig.loaded, args.threads),
+            }
+            results.kept.note(**{name: round(value / 1e9, 2) for name, value in rates.items()})
+            gpu_exact_slice.decode(backend, routing, 1, 0, 30, rig.deadline)  # compiles
+            measure(results, backend, routing, exact, args, rig.deadline, {}, (1,), watch=watch)
+    trip = {"part": "speed", "name": fast_figures.ROUND_TRIP}
+    if not (results.done(**trip) and all(results.done(**key_of(ours, n)) for n in streams)):
+        with rig.backend(ours) as backend:
+            measure(results, backend, routing, ours, args, rig.deadline, {}, streams, watch=watch)
+            results.add(**trip, **time_of_a_round_trip(backend))
+    # What follows is of a card of 24 GB: the many slots go back to the driver, and so much again is refused.
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(loader.DEVICE)[1]
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_exact_slice.CARD_MIB * 2**20 / total))
+    watch.take(exact)
+    return {n: results.row(**key_of(ours, n))["ms"] for n in streams if results.done(**key_of(ours, n))}
+
+
+def measure_setting(
+    rig: GpuRig,
+    results: Results,
+    routing: gpu_exact_slice.ForcedRouting,
+    one: Measured,
+    args: argparse.Namespace,
+    resident: dict[int, float],
+    lanes_of: dict[int, LaneProcess],
+    watch: Watch,
+) -> None:
+    """What time allows of one setting, and is not there yet."""
+    setting, steps = one.setting, one.steps or args.steps
+    todo = tuple(n for n in one.streams if not results.done(**key_of(setting, n)))
+    fits = tuple(n for n in todo if rig.fits(expected_s(setting, n, args.warm + steps)))
+    for streams in (n for n in todo if n not in fits):
+        results.leave_out(fast_figures.key_of(key_of(setting, streams)))
+    if not fits:
+        return
+    lane = lanes_of[setting.facts.get("threads", args.threads)]
+    if lane is not rig.lane:
+        rig.lane.close()
+        rig.lane = lane
+    facts = results.kept.facts
+    bound = {
+        "resident": resident,
+        "link": facts["link_gb_s" if setting.link_derate == 1 else "link_half_gb_s"] * 1e9,
+        "dram": facts["dram_gb_s"] * 1e9,
+        "stride": rig.loaded.records.stride,
+    }
+    chosen = argparse.Namespace(warm=args.warm, steps=steps)
+    with rig.backend(setting) as backend:
+        measure(results, backend, routing, setting, chosen, rig.deadline, bound, fits, watch=watch)
 
 
 def load_slice(num_layers: int) -> tuple[loader.Loaded, Checkpoint]:
@@ -133,11 +231,16 @@ def load_slice(num_layers: int) -> tuple[loader.Loaded, Checkpoint]:
     if not (SLICE / "model-head.safetensors").exists():
         gpu_exact_slice.write_checkpoint(SLICE, num_layers)
     checkpoint = Checkpoint(SLICE)
-    limit = checkpoint.config.swiglu_limit
-    shapes = [
-        ExpertShape.create(gpu_exact_slice.HIDDEN, gpu_exact_slice.INTER, gpu_exact_slice.BITS, act_limit=limit) for _ in range(num_layers)
-    ]
-    arena = gpu_exact_slice.open_arena(Path(segments.arena_path(SHM, "slice")), shapes)
+    path = Path(segments.arena_path(SHM, "slice"))
+    if any(SLICE.glob("*-experts.safetensors")):
+        arena, shapes, _ = gpu_exact_slice.fill_arena(checkpoint, path)
+    else:
+        limit = checkpoint.config.swiglu_limit
+        shapes = [
+            ExpertShape.create(gpu_exact_slice.HIDDEN, gpu_exact_slice.INTER, gpu_exact_slice.BITS, act_limit=limit)
+            for _ in range(num_layers)
+        ]
+        arena = gpu_exact_slice.open_arena(path, shapes)
     return loader.load_model(checkpoint, arena, shapes, cache_tokens=16_384, max_streams=8, chunk=2048), checkpoint
 
 
@@ -150,9 +253,9 @@ def measure(
     deadline: float,
     bound: dict[str, Any],
     streams_measured: tuple[int, ...] = (1, 2, 4),
-) -> dict[int, float]:
-    """Rows for one setting: streams -> milliseconds a step."""
-    times: dict[int, float] = {}
+    watch: Watch | None = None,
+) -> None:
+    """Rows for one setting."""
     for streams in streams_measured:
         before = backend.stats()
         row = gpu_exact_slice.decode(backend, routing, streams, args.warm, args.steps, deadline)
@@ -160,12 +263,13 @@ def measure(
         row |= {"link_derate": setting.link_derate, **setting.facts}
         if setting.fast:
             row |= lanes(before, stats)
-        if row.get("steps"):
-            times[streams] = row["ms"]
-            if bound and streams in bound["resident"] and row.get("missed_mib_per_step") is not None:
-                row |= over_bounds(row, bound["resident"][streams], bound["link"], bound["dram"], bound["stride"])
+        if row.get("steps") and bound and streams in bound["resident"] and row.get("missed_mib_per_step") is not None:
+            row |= over_bounds(row, bound["resident"][streams], bound["link"], bound["dram"], bound["stride"])
+        if watch is not None:
+            row |= watch.take(setting)
+        if not row.get("steps"):
+            row["error"] = "the time was over before the first measured step"
         results.add(part="speed", name=setting.name, streams=streams, **row)
-    return times
 
 
 def over_bounds(row: dict[str, Any], resident_ms: float, link: float, dram: float, stride: int) -> dict[str, Any]:

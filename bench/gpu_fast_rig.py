@@ -56,6 +56,11 @@ class LaneProcess:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait(timeout=20)
 
+    @property
+    def pid(self) -> int:
+        """Of the running process, 0 for none."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else 0
+
     def cpu_seconds(self) -> float:
         """Processor time so far."""
         return cpu_seconds(self._process.pid) if self._process is not None else 0.0
@@ -102,6 +107,10 @@ class GpuRig:
     def time_left(self) -> bool:
         """False when nothing more should begin."""
         return time.monotonic() < self.deadline
+
+    def fits(self, seconds: float) -> bool:
+        """False when something of so many seconds would end too late."""
+        return time.monotonic() + seconds < self.deadline
 
     @contextlib.contextmanager
     def backend(self, setting: Setting) -> Iterator[Exl3Backend]:

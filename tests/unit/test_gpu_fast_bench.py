@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import fast_fidelity, gpu_fast, gpu_fast_parts, gpu_fast_rig, report
+from bench import fast_fidelity, fast_figures, gpu_fast, gpu_fast_parts, gpu_fast_rig, kept_rows, report
 from bench.fast_fidelity import Run, Setting
+from bench.gpu_fast_dry import DryRig
 from kernels.python.cuda_expert import StepArguments
 from kernels.python.expert import ExpertPool, ExpertTask
 from kernels.python.fast_pager import FastOptions
@@ -40,10 +41,20 @@ VOCAB = 48
 def test_the_dry_run_writes_every_figure(tmp_path: Path) -> None:
     """The command as a GPU machine runs it, but for the GPU: rows, summary, exit code."""
     out = tmp_path / "fast.json"
-    command = [sys.executable, "-m", "bench.gpu_fast", "--dry-run", "--out", str(out)]
+    boot = kept_rows.boot_id()
+    (tmp_path / "slice.json").write_text(json.dumps({"facts": {"boot_id": boot}, "rows": [{"name": "stock/C1", "tok_s": 45.0}]}))
+    (tmp_path / "int.json").write_text(json.dumps({"summary": {f"int_kernel_vs_stock_m{n}": 0.5 for n in (1, 4, 8)}}))
+    files = ["--state", str(tmp_path / "rows"), "--slice", str(tmp_path / "slice.json"), "--int-kernel", str(tmp_path / "int.json")]
+    command = [sys.executable, "-m", "bench.gpu_fast", "--dry-run", "--out", str(out), *files]
     done = subprocess.run(command, cwd=report.ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(out.read_text())["summary"]
+    missing = [key for key in fast_figures.NEEDS if summary[key] is None]
+    assert missing == list(summary["reason_for_null"]) == ["publish_to_seen_us", "flag_to_add_us"]
+    assert summary["c1_vs_stock151"] == pytest.approx(1000 / 7 / 45, abs=1e-3)
+    assert summary["c1_vs_stock151_derated"] == pytest.approx(500 / 7 / 45, abs=1e-3)
+    assert (summary["planner_steps"], summary["publish_and_flag_us"]) == (2150, 7.0)
+    assert summary["ram_total_gib_full_size"] == pytest.approx(42 * 288 * 9_474_048 / 2**30 + 3, abs=0.01)
     assert summary["dry_run"] is True
     assert summary["placement_invariant"] is True
     wanted = (
@@ -220,8 +231,7 @@ def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> Non
     deadline = time.monotonic() + 300
     for setting in (Setting("exact in step", fast=False), Setting("fast", facts={"threads": 1})):
         with rig.backend(setting) as backend:
-            times = gpu_fast_parts.measure(results, backend, routing, setting, args, deadline, bound, streams_measured=(1, 2))
-        assert set(times) == {1, 2}
+            gpu_fast_parts.measure(results, backend, routing, setting, args, deadline, bound, streams_measured=(1, 2))
     exact, fast = results.rows[0], results.rows[2]
     assert (exact["name"], fast["name"], fast["streams"], fast["threads"]) == ("exact in step", "fast", 1, 1)
     assert "step_over_bound" not in exact
@@ -229,7 +239,127 @@ def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> Non
     assert fast["bound_ms"] <= fast["link_bound_ms"]
     assert sum(fast["experts_by_lane"].values()) > 0
     assert fast["ct_b_us"] > 0
-    summary = gpu_fast.speed_summary(results.rows)
+    summary = results.summary
     assert summary["c1_tok_s"] == fast["tok_s"]
     assert summary["c1_vs_exact"] == pytest.approx(fast["tok_s"] / exact["tok_s"], rel=5e-3)
     assert summary["c4_vs_exact"] is None
+
+
+class CountingRig(DryRig):
+    """Runs so many settings, then says that the time is over."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.ran: list[str] = []
+
+    def time_left(self) -> bool:
+        return len(self.ran) < self.most
+
+    def forced(self, setting: Setting, groups: list[list[list[int]]], continuations: Any, steps: int) -> tuple[Run, Any]:
+        self.ran.append(setting.name)
+        return super().forced(setting, groups, continuations, steps)
+
+
+def test_the_fidelity_part_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second command takes logits, tokens and rows of the first and runs the rest alone; a third finds nothing to do."""
+    monkeypatch.setattr(gpu_fast, "GROUPS", (1, 3))
+    prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    names = [placement.name for placement in gpu_fast.placements(Setting)]
+    ran = []
+    for most in (4, 6, 100, 100):
+        results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
+        rig = CountingRig(most)
+        gpu_fast.fidelity(rig, Setting, prompts, results, steps=3)
+        ran.append(rig.ran)
+    assert ran[0] == ["exact", "exact", *names[:2]]
+    assert ran[1] == names[2:]
+    assert ran[2] == [f"exact, noise {seed}" for seed in range(gpu_fast.NOISE_SEEDS)]
+    assert ran[3] == []
+    whole = gpu_fast.Results(tmp_path / "whole.json", {"machine": {}}, tmp_path / "others")
+    gpu_fast.fidelity(CountingRig(100), Setting, prompts, whole, steps=3)
+    assert results.summary == whole.summary
+    assert results.summary["placement_invariant"] is True
+    assert results.summary["placements"] == len(names)
+
+
+def test_a_placement_with_other_bits_is_told(tmp_path: Path) -> None:
+    """By the hashes of rows, whichever command wrote them; nothing is claimed of one placement alone."""
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
+    results.add(part="fidelity", name="a", placement=True, hash="1")
+    assert results.summary["placement_invariant"] is None
+    results.add(part="fidelity", name="b", placement=True, hash="1")
+    assert results.summary["placement_invariant"] is True
+    results.add(part="fidelity", name="c", placement=True, hash="2")
+    assert results.summary["placement_invariant"] is False
+
+
+def test_figures_of_another_boot_are_not_compared(tmp_path: Path) -> None:
+    """Stock's steps of another boot, a broken stock row, a file that is no JSON: no ratio, and the reason says what it needs."""
+    for text in (
+        json.dumps({"facts": {"boot_id": "another"}, "rows": [{"name": "stock/C1", "tok_s": 45.0}]}),
+        json.dumps({"facts": {"boot_id": kept_rows.boot_id()}, "rows": [{"name": "stock/C1", "tok_s": 45.0, "error": "too slow"}]}),
+        "{",
+    ):
+        (tmp_path / "slice.json").write_text(text)
+        results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, None, tmp_path / "slice.json")
+        results.add(part="speed", name="fast", streams=1, link_derate=1, ms=10.0, tok_s=100.0)
+        assert results.summary["c1_vs_stock151"] is None
+        assert "stock/C1 of bench.gpu_exact_slice in the same boot" in results.summary["reason_for_null"]["c1_vs_stock151"]
+
+
+def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, made: Stage, tmp_path: Path, monkeypatch: Any) -> None:
+    """A command with little time leaves the rest out by name; the next one measures it alone. Two threads are another process's."""
+    started: list[int] = []
+
+    def lane_process(_instance: str, _folder: str, threads: int) -> gpu_fast_rig.LaneProcess:
+        started.append(threads)
+        return gpu_fast_rig.LaneProcess(made.instance, str(made.shm_dir), 1)
+
+    def trace_of(*_args: Any, **_more: Any) -> Any:
+        return np.zeros((8, 8, LAYERS, TOP_K), np.uint16)
+
+    checkpoint = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=VOCAB))
+    monkeypatch.setattr(gpu_fast_parts, "prepare", lambda _results: None)
+    monkeypatch.setattr(gpu_fast_parts, "load_slice", lambda _layers: (rig.loaded, checkpoint))
+    monkeypatch.setattr(gpu_fast_parts, "LaneProcess", lane_process)
+    monkeypatch.setattr(gpu_fast_parts, "GpuRig", lambda _loaded, _k, _v, _i, lane, deadline, _s: remade(rig, lane, deadline))
+    monkeypatch.setattr(gpu_fast_parts, "time_of_a_round_trip", lambda _backend: {"publish_to_reply_us": 9.0, "of_it_plan_us": 2.0})
+    monkeypatch.setattr(gpu_fast_parts.routing_trace, "make", trace_of)
+    monkeypatch.setattr(gpu_fast_parts.routing_trace, "SLOT_SHARE", 0.16)
+    monkeypatch.setattr(gpu_fast_parts.gpu_exact_slice, "ForcedRouting", lambda *_args: types.SimpleNamespace(step=-1))
+    monkeypatch.setattr(gpu_fast_parts.slice_rates, "link_rate", lambda *_args, derate=1: 2e9 / derate)
+    monkeypatch.setattr(gpu_fast_parts.slice_rates, "read_rate", lambda *_args: 5e9)
+    monkeypatch.setattr(gpu_fast_parts.torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(gpu_fast_parts.torch.cuda, "mem_get_info", lambda _device: (1 << 30, 2 << 30))
+    monkeypatch.setattr(gpu_fast_parts.torch.cuda, "set_per_process_memory_fraction", lambda _share: None)
+    monkeypatch.setattr(fast_figures, "ENOUGH_STEPS", 6)
+    expected = [
+        fast_figures.key_of(gpu_fast_parts.key_of(one.setting, n)) for one in gpu_fast_parts.settings_of_speed(2) for n in one.streams
+    ]
+    args = argparse.Namespace(layers=1, warm=2, steps=2, threads=2)
+    monkeypatch.setattr(gpu_fast_parts, "expected_s", lambda setting, *_more: 0.0 if setting.name == "fast" else 1e6)
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
+    gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
+    measured = [key for key in results.kept.rows if key in expected]
+    assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2"]
+    assert set(results.left_out) == set(expected) - set(measured)
+    assert results.row(part="speed", name="fast", streams=1, link_derate=2)["link_bound_ms"] > 0
+    monkeypatch.setattr(gpu_fast_parts, "expected_s", lambda *_args: 0.0)
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
+    gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
+    assert results.left_out == []
+    assert set(expected) <= set(results.kept.rows)
+    assert [key for key in results.kept.rows if key in expected] == [*measured, *(key for key in expected if key not in measured)]
+    assert started == [2, 2, 2, 2]  # both commands: the lane as asked for, and one of two threads
+    summary = results.summary
+    assert all(summary[name] is not None for name in ("c1_vs_exact", "c4_vs_exact", "c1_vs_exact_derated", "two_threads_vs_exact"))
+    assert summary["publish_and_flag_us"] == 7.0
+    assert summary["planner_steps"] is not None
+    monkeypatch.setattr(gpu_fast_parts, "load_slice", None)
+    gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)  # everything is there: nothing is loaded
+
+
+def remade(rig: Any, lane: Any, deadline: float) -> Any:
+    rig.lane, rig.deadline = lane, deadline
+    return rig

@@ -1,0 +1,157 @@
+"""The figures of `bench.gpu_fast`: made of its rows, of stock's in the slice's result file, and of the kernel's. No GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.kept_rows import Row, reasons
+
+ROUND_TRIP = "publish to reply"
+FAST, TWO_THREADS, MANY_STEPS = "fast", "fast, two threads", "fast, 2000 steps"
+FULL_RECORDS = 42 * 288  # of the whole model
+ENOUGH_STEPS = 2000
+NO_COMMON_CLOCK = "the device and the host have no common clock: publish_and_flag_us is both together, so each is less"
+# What is quoted, with what it is made of.
+NEEDS = {
+    "c1_tok_s": "speed: fast at C1",
+    "c2_tok_s": "speed: fast at C2",
+    "c4_tok_s": "speed: fast at C4",
+    "step_over_bound": "speed: fast at C1, every expert in VRAM at C1",
+    "c4_vs_exact": "speed: fast and exact at C4",
+    "c1_vs_stock151": "speed: fast at C1, and stock/C1 of bench.gpu_exact_slice in the same boot",
+    "c1_vs_exact": "speed: fast and exact at C1",
+    "c1_vs_exact_derated": "speed: fast and exact at C1, link_derate 2",
+    "c1_vs_stock151_derated": "speed: fast at C1, link_derate 2, and stock/C1 of bench.gpu_exact_slice in the same boot",
+    "planner_error_pct": "speed: fast at C1",
+    "placement_invariant": "fidelity: two placements",
+    "int_kernel_vs_stock_m1": "bench.gpu_int_kernel with exllamav3's extension",
+    "int_kernel_vs_stock_m4": "bench.gpu_int_kernel with exllamav3's extension",
+    "int_kernel_vs_stock_m8": "bench.gpu_int_kernel with exllamav3's extension",
+    "kl_fast_vs_exact": "fidelity: exact and one placement",
+    "kl_noise_floor": "fidelity: one seed of noise",
+    "top1_fast": "fidelity: exact and one placement",
+    "top1_noise_floor": "fidelity: one seed of noise",
+    "ram_total_gib_full_size": "speed: memory beside the arena at fast",
+    "idle_core_pct": "fidelity: the idle server",
+    "publish_to_seen_us": "",
+    "flag_to_add_us": "",
+}
+
+
+@dataclass(frozen=True)
+class Others:
+    """Result files of other benches; one that is missing or of another boot gives no figure."""
+
+    slice_file: Path | None = None
+    kernel_file: Path | None = None
+
+    def stock_tok_s(self, boot_id: str) -> float | None:
+        """Of stock's CPU split at C1."""
+        document = _read(self.slice_file)
+        if document.get("facts", {}).get("boot_id") != boot_id:
+            return None
+        row = next((row for row in document["rows"] if row["name"] == "stock/C1" and "error" not in row), {})
+        return row.get("tok_s")
+
+    def kernel_ratios(self) -> Row:
+        """Time of the integer kernel over stock's, at 1, 4 and 8 tokens."""
+        summary = _read(self.kernel_file).get("summary", {})
+        return {name: summary.get(name) for name in NEEDS if name.startswith("int_kernel")}
+
+
+def _read(path: Path | None) -> Row:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text())) if path is not None else {}
+    return {}
+
+
+def key_of(row: Row) -> str:
+    """A row's name among all rows."""
+    more = [
+        f"{short}{row[name]}" for name, short in (("streams", "C"), ("link_derate", "x"), ("seed", "seed ")) if row.get(name) is not None
+    ]
+    return "/".join([row["part"], row["name"], *more])
+
+
+def summarise(rows: list[Row], facts: Row, others: Others) -> Row:
+    """All figures; None, with what would make it, for what is missing."""
+    figures: Row = {"dry_run": True} if facts.get("dry_run") else {}
+    figures |= _speed(rows, others.stock_tok_s(facts["boot_id"])) | _memory(rows, facts) | _fidelity(rows) | others.kernel_ratios()
+    idle = next((row for row in rows if row["part"] == "idle"), {})
+    figures["idle_core_pct"] = round(idle["worker_core_pct"] + idle["cpu_expert_core_pct"], 2) if idle else None
+    trip = next((row for row in rows if row["name"] == ROUND_TRIP), {})
+    figures |= {name: trip.get(name) for name in ("publish_to_reply_us", "publish_to_reply_p99_us")}
+    figures["publish_and_flag_us"] = round(trip["publish_to_reply_us"] - trip["of_it_plan_us"], 2) if "of_it_plan_us" in trip else None
+    figures |= {"publish_to_seen_us": None, "flag_to_add_us": None}
+    figures |= {name: facts[name] for name in ("link_gb_s", "link_half_gb_s", "dram_gb_s", "gpu") if name in facts}
+    figures["reason_for_null"] = reasons(
+        figures, tuple(NEEDS), lambda key: f"not measured: {NEEDS[key]}" if NEEDS[key] else NO_COMMON_CLOCK
+    )
+    return figures
+
+
+def _speed(rows: list[Row], stock_tok_s: float | None) -> Row:
+    measured = {(row["name"], row["streams"], row["link_derate"]): row for row in rows if row["part"] == "speed" and row.get("tok_s")}
+    speeds = {key: row["tok_s"] for key, row in measured.items()}
+
+    def exact(streams: int, derate: int) -> float | None:
+        return max((v for (name, s, d), v in speeds.items() if name.startswith("exact") and (s, d) == (streams, derate)), default=None)
+
+    def over(a: float | None, b: float | None) -> float | None:
+        return round(a / b, 3) if a and b else None
+
+    def fast(streams: int, derate: int = 1) -> float | None:
+        return speeds.get((FAST, streams, derate))
+
+    one = measured.get((FAST, 1, 1), {})
+    many = measured.get((MANY_STEPS, 1, 1), {})
+    planned = many if (many.get("planner_steps") or 0) >= ENOUGH_STEPS else one
+    return {
+        **{f"c{n}_tok_s": fast(n) for n in (1, 2, 4)},
+        **{f"c{n}_vs_exact": over(fast(n), exact(n, 1)) for n in (1, 2, 4)},
+        "c1_vs_stock151": over(fast(1), stock_tok_s),
+        "c1_vs_exact_derated": over(fast(1, 2), exact(1, 2)),
+        # Stock's split reads no expert over the link while it decodes: half a link leaves it as it is.
+        "c1_vs_stock151_derated": over(fast(1, 2), stock_tok_s),
+        "two_threads_vs_exact": over(speeds.get((TWO_THREADS, 1, 1)), exact(1, 1)),
+        "step_over_bound": one.get("step_over_bound"),
+        "planner_error_pct": planned.get("planner_error_pct"),
+        "planner_steps": planned.get("planner_steps"),
+    }
+
+
+def _memory(rows: list[Row], facts: Row) -> Row:
+    """Host memory of the whole model's size: its records, and what the slice's processes took beside theirs."""
+    extra = max(
+        (row["ram_extra_gib"] for row in rows if row["name"].startswith(FAST) and row.get("ram_extra_gib") is not None), default=None
+    )
+    peak = max((row["vram_peak_mib"] for row in rows if row["name"] in (FAST, MANY_STEPS) and row.get("vram_peak_mib")), default=None)
+    stride = facts.get("record_bytes")
+    total = round(FULL_RECORDS * stride / 2**30 + extra, 2) if stride and extra is not None else None
+    return {"ram_extra_gib": extra, "ram_total_gib_full_size": total, "vram_peak_gib": round(peak / 1024, 2) if peak else None}
+
+
+def _fidelity(rows: list[Row]) -> Row:
+    hashes = {row["name"]: row["hash"] for row in rows if row.get("placement")}
+    noise = [row for row in rows if row["name"] == "noise floor"]
+    ours = next((row for row in rows if row["name"] == "fast against exact"), {})
+    rms = next((row for row in rows if row["name"] == "relative RMS against fp64"), {})
+    floor = statistics.fmean(row["kl"] for row in noise) if noise else None
+    return {
+        "placement_invariant": len(set(hashes.values())) == 1 if len(hashes) > 1 else None,
+        "placements": len(hashes),
+        "positions": ours.get("positions"),
+        "kl_fast_vs_exact": ours.get("kl"),
+        "kl_fast_vs_exact_95": ours.get("kl_95"),
+        "kl_noise_floor": floor,
+        "kl_over_floor": ours["kl"] / floor if floor and "kl" in ours else None,
+        "top1_fast": ours.get("top1"),
+        "top1_noise_floor": statistics.fmean(row["top1"] for row in noise) if noise else None,
+        "noise_seeds": len(noise),
+        "stock_relative_rms": rms.get("stock"),
+        "fast_relative_rms": rms.get("ours"),
+    }
