@@ -38,18 +38,20 @@ def faults(facts: dict[str, Any], code: int, said: str, architectures: list[str]
         facts: what tools/gpu_image_facts.py printed.
         code: how the image ended when it was started as it is, without a GPU.
         said: what it printed then.
-        architectures: compute capabilities that it was built for, such as "86".
+        architectures: compute capabilities that it was built for, such as "8.6".
     """
     wanted, end = pins(), said[-600:]
+    numbers = [name.replace(".", "") for name in architectures]
     right = {
         f"it runs as user {facts['uid']}, not 10001": facts["uid"] == 10001,
         f"packages differ from requirements/gpu-worker.txt: {difference(facts['packages'], wanted)}": facts["packages"] == wanted,
         f"programs: {facts['tools']}; Triton needs gcc, and nothing else belongs there": facts["tools"] == ["gcc"],
         f"its user may write {facts['writable']}": facts["writable"] == [],
         f"no bytecode of Python {facts['python']} for {facts['uncompiled']}": facts["uncompiled"] == [],
-        f"our GPU kernels are for {facts['architectures']}, not {architectures}": facts["architectures"] == architectures,
+        f"our GPU kernels are for {facts['architectures']}, not {numbers}": facts["architectures"] == numbers,
         f"torch and its CUDA: {facts['torch']}": str(facts["torch"][0]).split("+")[0] == wanted["torch"] and facts["torch"][1][:3] == "13.",
         f"exllamav3's extension: {facts['extension']}": facts["extension"] == "exllamav3_ext.so",
+        f"exllamav3's extension is for {facts['extension_for']}, not {architectures}": facts["extension_for"] == architectures,
         f"import exllamav3: {facts['exllamav3']}": facts["exllamav3"] == wanted["exllamav3"],
         f"what Triton does at run time: {facts['launcher']}": facts["launcher"] == "compiled",
         f"the bill of materials lists {facts['listed']}": facts["listed"] == sorted(wanted),
@@ -81,7 +83,7 @@ def main() -> int:
         return 1
     facts = json.loads(asked.stdout.splitlines()[-1])
     preflight = run(args.engine, args.image, "--env=GLM53_DEVICE=cuda")
-    found = faults(facts, preflight.returncode, preflight.stdout + preflight.stderr, args.archs.replace(".", "").split(";"))
+    found = faults(facts, preflight.returncode, preflight.stdout + preflight.stderr, args.archs.split(";"))
     for text in found:
         print(f"FAIL  {text}")
     print(f"{args.image}: Python {facts['python']}, torch {facts['torch']}, our kernels for {facts['architectures']}; {len(found)} faults")

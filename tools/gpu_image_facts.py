@@ -64,6 +64,11 @@ def extension() -> str:
     return pathlib.Path(str(importlib.import_module("exllamav3_ext").__file__)).name
 
 
+def extension_for() -> list[str]:
+    """What that extension holds machine code for, which the doctor compares with the card's."""
+    return (pathlib.Path(sysconfig.get_path("platlib")) / "exllamav3_ext.archs").read_text().replace(";", " ").split()
+
+
 def exllamav3() -> str:
     """Its version, once it has been imported."""
     importlib.import_module("exllamav3")
@@ -95,6 +100,7 @@ FACTS: dict[str, Callable[[], Any]] = {
     "architectures": architectures,
     "torch": torch,
     "extension": extension,
+    "extension_for": extension_for,
     "exllamav3": exllamav3,
     "launcher": launcher,
     "listed": listed,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pathlib
 import re
 from collections.abc import Iterator
 
@@ -14,6 +16,8 @@ MIN_DRIVER = 580  # CUDA 13
 MIN_VRAM = 23 * GIB
 OTHERS_VRAM = 1 * GIB
 CPU_FEATURES = ("avx2", "fma", "f16c")
+_CAPABILITY = re.compile(r"\d+\.\d+")
+_ARCHITECTURE = re.compile(r"(?P<version>\d+\.\d+)(?:(?P<only>a)|f)?(?P<ptx>\+PTX)?")
 _CDI_PATH = re.compile(r"""^\s*-?\s*["']?(hostPath|path)["']?\s*:\s*["']?(/[^"',\s]+)""")
 
 
@@ -71,6 +75,7 @@ def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
         yield fail("GPU driver", f"driver {found.driver} is older than {MIN_DRIVER}, which CUDA 13 needs", "Install a newer NVIDIA driver.")
     if found.memory < MIN_VRAM:
         yield fail("VRAM", f"{found.name} has {shown(found.memory)}, a 24 GB card is needed", "Use a card with 24 GB or more.")
+    yield from _compiled_for(found.name, machine.compute_capability(found.uuid))
     if found.memory_used > OTHERS_VRAM:
         users = machine.run(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]) or ""
         by = "; ".join(filter(None, map(str.strip, users.splitlines()))) or "a desktop, or processes of other containers"
@@ -85,6 +90,41 @@ def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
             f"the link has {found.link_width} of {found.link_width_max} lanes",
             "Seat the card in a x16 slot of the CPU; look for AER errors in dmesg. Fewer lanes slow every expert that is not in VRAM.",
         )
+
+
+def _compiled_for(name: str, capability: str) -> Iterator[Finding]:
+    """exllamav3's extension has machine code for some cards; on another one its first kernel fails, after the checkpoint has been read."""
+    extension = importlib.util.find_spec("exllamav3_ext")
+    if extension is None or not extension.origin or not _CAPABILITY.fullmatch(capability):
+        return
+    try:
+        architectures = pathlib.Path(extension.origin).with_name("exllamav3_ext.archs").read_text().replace(";", " ").split()
+    except OSError:  # built by hand: nothing is known of it
+        return
+    if architectures and not any(runs_on(capability, architecture) for architecture in architectures):
+        yield fail(
+            "exllamav3",
+            f"its kernels were compiled for compute capability {', '.join(architectures)}; {name} has {capability}",
+            f"Build the image with CUDA_ARCHS={capability} (compose: in .env, then docker compose build gpu-worker); on bare metal run"
+            " scripts/install.sh again.",
+        )
+
+
+def runs_on(capability: str, architecture: str) -> bool:
+    """Whether code for an architecture, as TORCH_CUDA_ARCH_LIST spells it, runs on a card. True for names that are not numbers."""
+    named = _ARCHITECTURE.fullmatch(architecture)
+    if named is None:
+        return True
+    card, built = _version(capability), _version(named["version"])
+    if named["only"]:
+        return card == built
+    # Machine code runs on later cards of the same generation, PTX on all later ones.
+    return card >= built and (card[0] == built[0] or bool(named["ptx"]))
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def cdi(machine: Machine) -> Iterator[Finding]:

@@ -92,6 +92,11 @@ class Machine:
             found.append(Gpu(uuid, name, driver, _number(total) << 20, _number(used) << 20, _number(width), _number(most)))
         return found
 
+    def compute_capability(self, uuid: str) -> str:
+        """A GPU's compute capability, such as 8.6; empty when nvidia-smi is too old to tell."""
+        text = self.run(["nvidia-smi", f"--id={uuid}", "--query-gpu=compute_cap", "--format=csv,noheader"]) or ""
+        return text.strip()
+
     def gpu_nodes(self) -> list[str]:
         """Names of the GPUs' device files, which a container has even where nvidia-smi is missing."""
         return sorted(path.name for path in (self.root / "dev").glob("nvidia[0-9]*"))

@@ -43,7 +43,7 @@ class WorkerWatch:
         self._language: Language | None = None
         self._problem: Glm53Error | None = NotReady("the worker has not answered yet")
         self._instance = ""
-        self._asked_at = 0.0
+        self._began_at = self._asked_at = 0.0
         self._lock = asyncio.Lock()
 
     @property
@@ -73,10 +73,16 @@ class WorkerWatch:
             self._info, self._problem = None, error
 
     async def refresh(self, max_age_s: float = 0.0) -> None:
-        """Asks once, unless the last answer is at most so old; a worker that does not answer is a state, not an error."""
+        """Asks once, unless the last answer is at most so old; a worker that does not answer is a state, not an error.
+
+        All who wait while a question is open share the next one: a worker that hangs costs each of them two waits at most.
+        """
+        came_at = time.monotonic()
         async with self._lock:
-            if time.monotonic() - self._asked_at < max_age_s:
+            now = time.monotonic()
+            if self._began_at > came_at or now - self._asked_at < max_age_s:
                 return
+            self._began_at = now
             was_ready = self.is_ready
             try:
                 info = await self._client.info()
@@ -114,6 +120,9 @@ class WorkerWatch:
         """
         if self._info is None:
             await self.refresh()
+        return self._last()
+
+    def _last(self) -> pb.InfoResponse:
         if self._info is None:
             reason = self._problem.message if self._problem else "unknown reason"
             raise NotReady(f"The worker is not available: {reason}", retry_after_s=2.0)
@@ -127,7 +136,7 @@ class WorkerWatch:
         """
         if not self.is_ready:
             await self.refresh()
-        info = await self.known()
+        info = self._last()
         if self._language is None or info.state != pb.SERVICE_STATE_READY:
             raise self._loading(info)
         return info, self._language

@@ -241,6 +241,23 @@ def test_every_variable_is_explained_in_the_env_file() -> None:
     assert listed - {"COMPOSE_PROFILES", "COMPOSE_FILE"} == read
 
 
+def test_every_build_argument_of_the_gpu_image_can_be_set_in_the_env_file() -> None:
+    """But those of whoever builds for others: how to reach an index, and which commit it is."""
+    arguments = set(re.findall(r"^ARG (\w+)", (ROOT / "deploy" / "docker" / "Dockerfile").read_text(), re.MULTILINE))
+    given = config()["services"]["gpu-worker"]["build"]["args"]
+    assert set(given) == arguments - {"PIP_CERT", "PIP_INDEX_URL", "REVISION"}
+
+
+@pytest.mark.parametrize("page", ["docs/install.md", "deploy/compose/README.md"])
+def test_a_page_names_every_size_that_the_real_model_needs(page: str) -> None:
+    """What .env says beside `GLM-5.3-Flash:`; a size that is left out stays that of the small checkpoint."""
+    sizes = re.findall(r"GLM-5\.3-Flash: (.+)\.\n((?:[A-Z_]+=.*\n)+)", (COMPOSE / ".env").read_text())
+    named = [(re.findall(r"^(\w+)=", lines, re.MULTILINE), values.split(" and ")) for values, lines in sizes]
+    wanted = {f"{name}={size}" for names, values in named for name, size in zip(names, values, strict=False)}
+    assert len(wanted) == 3
+    assert wanted <= set(re.findall(r"`(\w+=\d+g)`", (ROOT / page).read_text()))
+
+
 def test_secrets_are_files_and_change_who_may_come_in() -> None:
     """With compose.secrets.yaml keys are asked for; the values are nowhere in the configuration."""
     services = config(COMPOSE_FILE="compose.yaml:compose.secrets.yaml")["services"]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -149,6 +150,23 @@ def test_metrics_do_not_wait_for_a_worker_that_hangs() -> None:
         assert time.monotonic() - began < 4  # scrape_timeout of deploy/prometheus
         stack.worker.frozen = False
         assert sample(stack, "glm53_slots") == 3
+    finally:
+        stack.close()
+
+
+def test_a_worker_that_hangs_costs_one_wait() -> None:
+    """Requests are turned away when the time for one question is over, however many ask at once."""
+    stack = Stack(connect_timeout_s=1.0)
+    try:
+        until(lambda: stack.http.get("/health").json()["status"] == "ok", "the worker is known")
+        stack.worker.frozen = True
+        until(lambda: stack.http.get("/health").json()["status"] != "ok", "the worker is known to hang")
+        with ThreadPoolExecutor(4) as pool:
+            began = time.monotonic()
+            statuses = [answer.result().status_code for answer in [pool.submit(stack.post) for _ in range(4)]]
+        assert statuses == [503] * 4
+        # One that has begun already, and the next.
+        assert time.monotonic() - began < 2.7
     finally:
         stack.close()
 

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -63,6 +64,8 @@ def host(tmp_path: Path, files: dict[str, str] | None = None, gpus: Sequence[str
     def run(program: Sequence[str]) -> str | None:
         if gpus is None or program[0] != "nvidia-smi":
             return None
+        if "--query-gpu=compute_cap" in program:
+            return "8.6\n"
         return "4242, /usr/bin/gnome-shell, 2000 MiB\n" if "compute-apps" in program[1] else "\n".join(gpus) + "\n"
 
     return Machine(tmp_path / "root", run, **facts)  # type: ignore[arg-type]
@@ -131,6 +134,53 @@ def test_vram_that_a_desktop_took_and_a_narrow_link_are_told(tmp_path: Path) -> 
 def test_unknown_link_widths_are_no_fault(tmp_path: Path) -> None:
     """A virtual GPU that does not tell its link is not accused of a narrow one."""
     assert not warned(hardware.gpu(host(tmp_path, gpus=["GPU-1, NVIDIA GeForce RTX 3090, 590.12, 24576, 310, [N/A], [N/A]"])))
+
+
+@pytest.mark.parametrize(
+    ("architectures", "fits"),
+    [
+        ("8.6", True),
+        ("8.0", True),
+        ("8.9", False),
+        ("9.0;12.0", False),
+        ("8.9;8.6", True),
+        ("7.5+PTX", True),
+        ("9.0+PTX", False),
+        ("8.6a", True),
+        ("8.0a", False),
+        ("8.0f", True),
+        ("7.5", False),
+        ("Ampere", True),
+        ("", True),
+        (None, True),
+    ],
+)
+def test_kernels_compiled_for_another_card_are_refused_before_the_checkpoint_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architectures: str | None, fits: bool
+) -> None:
+    """Machine code runs on later cards of its generation, PTX on all later ones; what is not known is not judged."""
+    site = write(tmp_path / "site", {"exllamav3_ext.so": ""})
+    if architectures is not None:
+        write(site, {"exllamav3_ext.archs": f"{architectures}\n"})
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(site / f"{name}.so")))
+    found = failed(hardware.gpu(host(tmp_path, gpus=[GPU])))
+    assert ("exllamav3" not in found) == fits
+    if not fits:
+        assert "RTX 3090 has 8.6" in found["exllamav3"].message
+        assert "CUDA_ARCHS=8.6" in found["exllamav3"].fix
+        assert "scripts/install.sh" in found["exllamav3"].fix
+
+
+@pytest.mark.parametrize("said", [None, "", 'Field "compute_cap" is not a valid field to query.'])
+def test_a_driver_that_does_not_tell_its_capability_is_not_judged_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    """An nvidia-smi from before that field: the other findings are told as they are."""
+    site = write(tmp_path / "site", {"exllamav3_ext.so": "", "exllamav3_ext.archs": "12.0\n"})
+    monkeypatch.setattr(hardware.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(site / f"{name}.so")))
+    made = host(tmp_path, gpus=[GPU])
+    silent = Machine(made.root, lambda program: said if "--query-gpu=compute_cap" in program else made.run(program))
+    assert not failed(hardware.gpu(silent))
 
 
 @pytest.mark.parametrize(
