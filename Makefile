@@ -24,6 +24,7 @@ test-deploy: setup-dev .state/debian-deploy ## Build the images and run the comp
 	$(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
+	scripts/install.sh --gpu # the other tests' torch may have taken the place of the one that exllamav3 needs
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
 bench: setup-dev ## Measure the whole stack on this machine; writes docs/results/stack_cpu.json

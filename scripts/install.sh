@@ -32,7 +32,16 @@ if [ "$device" = gpu ]; then
     echo "The GPU needs the CUDA toolkit (nvcc, 13.0) to build exllamav3. Install it and run this again, or use --cpu." >&2
     exit 1
   }
-  export PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+  # torch looks for nvcc and ninja on PATH; ninja is in the environment.
+  export PATH=$root/.venv/bin:$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+  cuda=$(nvcc --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
+  case $cuda in
+    13.*) ;;
+    *)
+      echo "$(command -v nvcc) is of CUDA ${cuda:-?}; exllamav3 is built with CUDA 13. Install that toolkit and put its bin folder first on PATH." >&2
+      exit 1
+      ;;
+  esac
   mapfile -t packages < <(grep -E '^(exllamav3|torch)==' deploy/docker/requirements/gpu-worker.in)
   echo "Installing ${packages[*]} and building exllamav3's extension; this takes a while"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check "${packages[@]}"

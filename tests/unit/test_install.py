@@ -79,6 +79,52 @@ def test_the_gpu_way_says_what_it_needs(tmp_path: Path) -> None:
     assert "CUDA toolkit" in done.stderr
 
 
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone whose programs write down how they were called, with an nvcc of CUDA 13 in cuda/."""
+    programs = {
+        ".venv/bin/python": 'echo "python $* ninja=$(command -v ninja) nvcc=$(command -v nvcc)"',
+        ".venv/bin/ninja": "",
+        ".venv/bin/glm53": 'echo "glm53 $*"',
+        "bin/make": 'echo "make $*"',
+        "cuda/bin/nvcc": "echo Cuda compilation tools, release 13.0, V13.0.88",
+    }
+    for name, does in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("scripts/install.sh", "deploy/docker/requirements/gpu-worker.in"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "bin/sh").symlink_to("/usr/bin/sh")
+    for name in ("dirname", "sed", "grep", "cat"):
+        (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    return tmp_path
+
+
+def test_the_gpu_way_builds_with_the_compilers_of_the_installation(clone: Path) -> None:
+    """On a machine that has neither nvcc nor ninja on PATH: pinned versions, the extension, our kernels."""
+    done = run("/usr/bin/bash", clone / "scripts/install.sh", "--gpu", PATH=str(clone / "bin"), CUDA_HOME=str(clone / "cuda"))
+    assert done.returncode == 0, done.stderr
+    found = f" ninja={clone}/.venv/bin/ninja nvcc={clone}/cuda/bin/nvcc"
+    called = [line.removesuffix(found) for line in done.stdout.splitlines() if line.endswith(found)]
+    assert [re.sub(r" --\S+", "", line) for line in called] == [
+        "python -m pip install exllamav3==1.5.1 torch==2.11.0",
+        "python deploy/docker/exllamav3_extension.py",
+        "python tools/build_kernels.py",
+    ]
+
+
+@pytest.mark.parametrize(("said", "version"), [("release 12.4, V12.4.131", "12.4"), ("what?", "?")])
+def test_a_toolkit_of_another_cuda_is_named_before_anything_is_installed(clone: Path, said: str, version: str) -> None:
+    """torch would say so too, after gigabytes have been fetched."""
+    (clone / "cuda/bin/nvcc").write_text(f"#!/bin/sh\necho {said}\n")
+    done = run("/usr/bin/bash", clone / "scripts/install.sh", "--gpu", PATH=str(clone / "bin"), CUDA_HOME=str(clone / "cuda"))
+    assert done.returncode == 1
+    assert f"cuda/bin/nvcc is of CUDA {version};" in done.stderr
+    assert "pip install" not in done.stdout
+
+
 @pytest.mark.e2e
 def test_an_installation_serves_from_any_folder(tmp_path: Path) -> None:
     """GLM53_ROOT is where the shipped checkpoint is found, wherever the command was given."""
