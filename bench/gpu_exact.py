@@ -1,7 +1,8 @@
 """Whether experts in host memory change a bit: `python -m bench.gpu_exact`. Needs an NVIDIA GPU with exllamav3 1.5.1.
 
 Stock exllamav3 against itself first, then against ours with every kind of placement. Everything runs in one process, so that both sides use
-the same Triton and GEMM selections.
+the same Triton and GEMM selections. A command goes on where an earlier one of the same boot was cut off (--state): stock's logits are made
+again, what was compared is not compared again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import faulthandler
 import functools
 import importlib
-import io
 import json
 import random
 import time
@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report, routing_trace
+from bench import report, routing_trace, slice_cases
 from bench.backend_info import gpu_info
 from bench.gpu_exact_script import SCRIPTS, Script, compare, run
+from bench.kept_rows import Rows
 from kernels.python.arena import Arena
 from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.base import chunk_end
@@ -45,23 +46,12 @@ FEW = ((SCRIPTS[1], 2048), (SCRIPTS[4], 2048))
 NEVER = 1 << 30
 # Lower than exllamav3's own choice for widths as small as the shipped model's, so that its path for very hot experts runs too.
 RECONSTRUCT_ROWS = 512
+ARENA = Path("/dev/shm/glm53-gpu-exact-arena")
 SLICE = report.ROOT / "docs" / "results" / "gpu_exact_slice.json"
 UNMEASURED = "not measured: needs a run of bench.gpu_exact_slice with twelve layers, stock exllamav3 beside it"
-OTHER_FIGURES = (
-    "c1_tok_s",
-    "step_over_bound",
-    "c1_vs_stock151",
-    "c2_vs_stock151",
-    "c4_vs_stock151",
-    "c1_vs_stock165",
-    "c4_over_c1",
-    "all_resident_time_ratio",
-    "hit_rate",
-    "hit_minus_clock_points",
-    "belady_hit_rate",
-    "prefill8k_of_limit",
-    "ram_extra_gib",
-)
+OTHER_FIGURES = tuple(slice_cases.NEEDS)
+STOCK = "stock"
+Row = dict[str, Any]
 
 
 @dataclass
@@ -85,10 +75,9 @@ class Bench:
     scripts: list[Script]
     chunks: list[int]
     deadline: float
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: Rows
     wanted: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
-    save: Callable[[], None] = lambda: None
 
     def measure(
         self,
@@ -102,6 +91,8 @@ class Bench:
         """Runs every case (`few`: two of them) on a side; the first side that runs a case says what is wanted."""
         cases = [(script, chunk) for script in self.scripts for chunk in self.chunks]
         for script, chunk in [case for case in cases if case in FEW] if few else cases:
+            if name != STOCK and self.there(name, script.name, chunk):
+                continue
             if time.monotonic() > self.deadline:
                 self.skipped.append(f"{name}: {script.name}, chunk {chunk}")
                 continue
@@ -114,11 +105,18 @@ class Bench:
                 row["facts"] = facts()
             self.add(row)
 
-    def add(self, row: dict[str, Any]) -> None:
+    def there(self, name: str, script: str | None = None, chunk: int | None = None) -> bool:
+        """True when an earlier command compared it. Bits that differed once stay in the file."""
+        return row_name(name, script, chunk) in self.rows.rows
+
+    def moved_before(self, name: str) -> tuple[int, int]:
+        """(records that turns of earlier commands moved, turns)."""
+        turns = [row for row in self.rows.rows.values() if row["name"].startswith(f"{name}, turn ")]
+        return max((row["facts"]["moved"] for row in turns), default=0), len({row["name"] for row in turns})
+
+    def add(self, row: Row) -> None:
         """Notes a result, and saves all so far: a later case may hang."""
-        self.rows.append(row)
-        print(row, flush=True)
-        self.save()
+        self.rows.put(row_name(row["name"], row.get("script"), row.get("chunk")), row)
 
     @contextlib.contextmanager
     def with_slots(self, num_slots: int, options: ExpertOptions) -> Iterator[ExpertStore]:
@@ -128,6 +126,11 @@ class Bench:
                 yield store
             finally:
                 store.close()
+
+
+def row_name(name: str, script: str | None, chunk: int | None) -> str:
+    """A row's key among all rows."""
+    return " | ".join(str(part) for part in (name, script, chunk) if part is not None)
 
 
 def load_stock(exl3: Any, path: Path) -> Side:
@@ -149,6 +152,8 @@ def make_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[Any]]:
 def admitting(bench: Bench, num_slots: int, *, on_demand: bool, few: bool) -> None:
     """The cache as it serves, admissions and staging on."""
     name = f"{num_slots} slots, {'on demand' if on_demand else 'between steps'}"
+    if bench.there(f"{name}, verify"):
+        return  # the last of its rows
     with bench.with_slots(num_slots, ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)) as store:
         bench.measure(name, bench.ours, facts=lambda: {k: v for k, v in store.stats().items() if k != "arena_bytes"}, few=few)
         torch.cuda.synchronize()
@@ -159,7 +164,11 @@ def admitting(bench: Bench, num_slots: int, *, on_demand: bool, few: bool) -> No
 
 def shuffled(bench: Bench, num_slots: int, moves: int) -> None:
     """Between all iterations other records are resident, until so many have moved."""
-    draw, moved, count = random.Random(5), 0, bench.loaded.records.num_records
+    count, name = bench.loaded.records.num_records, f"random repoints, {num_slots} slots"
+    moved, turn = bench.moved_before(name)
+    if moved >= moves:
+        return
+    draw = random.Random(5 + turn)
     with bench.with_slots(num_slots, ExpertOptions(admit=False)) as store:
 
         def between(_step: int) -> None:
@@ -169,7 +178,10 @@ def shuffled(bench: Bench, num_slots: int, moves: int) -> None:
             store.place(chosen)
 
         while moved < moves and time.monotonic() < bench.deadline:
-            bench.measure(f"random repoints, {num_slots} slots", bench.ours, between, facts=lambda: {"moved": moved}, few=True)
+            turn += 1
+            bench.measure(f"{name}, turn {turn}", bench.ours, between, facts=lambda: {"moved": moved}, few=True)
+    if moved < moves:
+        bench.skipped.append(f"{name}: {moved} of {moves} records moved")
 
 
 def overwritten(bench: Bench, share: float) -> None:
@@ -192,6 +204,12 @@ def served(bench: Bench, checkpoint: Checkpoint, *, on_demand: bool) -> None:
     """The worker's backend against exllamav3's generator: one stream, the same chunks, greedy."""
     script = next(s for s in SCRIPTS if s.streams == 1)
     chunk, arrival = 2048, script.arrivals[0]
+    name = f"the worker's backend, one stream, {'on demand' if on_demand else 'between steps'}"
+    if bench.there(name, None, chunk):
+        return
+    if time.monotonic() > bench.deadline:
+        bench.skipped.append(name)
+        return
     want = bench.wanted.get((script.name, chunk)) or run(
         bench.exl3, bench.stock.model, bench.stock.cache, bench.stock.tokenizer, script, chunk
     )
@@ -214,7 +232,7 @@ def served(bench: Bench, checkpoint: Checkpoint, *, on_demand: bool) -> None:
         backend.close_stream(stream)
         backend.check_idle()
     width = checkpoint.config.vocab_size
-    row = {"name": f"the worker's backend, one stream, {'on demand' if on_demand else 'between steps'}", "chunk": chunk}
+    row = {"name": name, "chunk": chunk}
     row |= compare([w.float()[:, :width] for w in want], got)
     bench.add(row)
 
@@ -227,10 +245,33 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one chunk size, three scripts")
     parser.add_argument("--moves", type=int, default=10_000, help="records that the random repoints move")
     parser.add_argument("--first-config", action="store_true", help="Triton kernels take their first configuration instead of timing all")
+    parser.add_argument("--state", type=Path, default=Path("/dev/shm/glm53-exact-rows.json"), help="what a later command goes on with")
+    parser.add_argument("--slice", type=Path, default=SLICE, help="bench.gpu_exact_slice's result, for figures of speed")
+    parser.add_argument("--report", action="store_true", help="compare nothing, write the file again")
     parser.add_argument("--trace-after", type=float, default=0, help="print where every thread is, every so many seconds")
     args = parser.parse_args()
     began = time.monotonic()
     started = report.start("bench.gpu_exact")
+    rows = Rows(args.state, args.out, started, functools.partial(summarise, args.slice))
+    if not args.report:
+        rows.facts.pop("problem", None)
+        skipped: list[str] = []
+        try:
+            everything(args, started, rows, began, skipped)
+        except Exception as error:  # noqa: BLE001 - the result file must say what broke
+            traceback.print_exc()
+            rows.facts["problem"] = f"{type(error).__name__}: {error}"
+        rows.facts |= {"skipped": skipped, "seconds": round(time.monotonic() - began, 1)}
+    rows.save()
+    summary = rows.summary()
+    for key, value in summary.items():
+        print(f"{key:28} {value}")
+    if not args.report and summary["bit_exact"] is not True:
+        raise SystemExit(1)
+
+
+def everything(args: argparse.Namespace, started: Row, rows: Rows, began: float, skipped: list[str]) -> None:
+    """All comparisons that the time allows and that are not there yet."""
     upstream.check()
     import exllamav3
     from exllamav3.modules import moe_batch_recon
@@ -248,73 +289,76 @@ def main() -> None:
     checkpoint = Checkpoint(args.checkpoint)
     stock = load_stock(exllamav3, args.checkpoint)
     print(f"stock loaded after {time.monotonic() - began:.1f} s", flush=True)
-    path = Path("/dev/shm/glm53-gpu-exact-arena")
-    arena, shapes = make_arena(checkpoint, path)
-    problem = ""
-    bench = None
+    arena, shapes = make_arena(checkpoint, ARENA)
     try:
         loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=8, chunk=max(CHUNKS))
         print(f"ours loaded after {time.monotonic() - began:.1f} s", flush=True)
         ours = Side(loaded.model, loaded.cache, stock.tokenizer)
         scripts = [SCRIPTS[1], SCRIPTS[3], SCRIPTS[4]] if args.quick else list(SCRIPTS)
         chunks = [2048] if args.quick else list(CHUNKS)
-        bench = Bench(exllamav3, stock, ours, loaded, checkpoint.config.num_experts_per_tok, scripts, chunks, began + args.seconds)
-        bench.save = functools.partial(write, args.out, started, bench, began, "")
-        count = loaded.records.num_records
-        bench.measure("stock", stock)
-        bench.measure("stock again", stock)
-        bench.measure("every record read in place", ours)
-        overwritten(bench, 1.0)
-        for on_demand in (False, True):
-            served(bench, checkpoint, on_demand=on_demand)
-            admitting(bench, count // 9, on_demand=on_demand, few=False)
-            for num_slots in (count, count // 2, 7, 1):
-                admitting(bench, num_slots, on_demand=on_demand, few=True)
-        shuffled(bench, count // 2, args.moves)
-        overwritten(bench, 0.5)
-    except Exception:  # noqa: BLE001 - the result file must say what broke
-        problem = traceback.format_exc()
-        print(problem, flush=True)
+        top_k = checkpoint.config.num_experts_per_tok
+        bench = Bench(exllamav3, stock, ours, loaded, top_k, scripts, chunks, began + args.seconds, rows, skipped=skipped)
+        compare_all(bench, checkpoint, args.moves)
     finally:
         arena.unlink()
-    write(args.out, started, bench, began, problem)
-    if problem or bench is None or not all_equal(bench):
-        raise SystemExit(1)
 
 
-def all_equal(bench: Bench) -> bool:
-    """True when there is something to compare and all of it is equal."""
-    compared = [row for row in bench.rows if row["name"] != "stock"]
-    return bool(compared) and all(row["equal"] for row in compared)
+def compare_all(bench: Bench, checkpoint: Checkpoint, moves: int) -> None:
+    """Every kind of placement."""
+    count = bench.loaded.records.num_records
+    bench.measure(STOCK, bench.stock)
+    bench.measure(f"{STOCK} again", bench.stock)
+    bench.measure("every record read in place", bench.ours)
+    overwritten(bench, 1.0)
+    for on_demand in (False, True):
+        served(bench, checkpoint, on_demand=on_demand)
+        admitting(bench, count // 9, on_demand=on_demand, few=False)
+        for num_slots in (count, count // 2, 7, 1):
+            admitting(bench, num_slots, on_demand=on_demand, few=True)
+    shuffled(bench, count // 2, moves)
+    overwritten(bench, 0.5)
 
 
-def slice_figures(path: Path) -> dict[str, Any]:
-    """What a run of bench.gpu_exact_slice measured of the figures that are quoted."""
+def bit_exact(rows: dict[str, Row], facts: Row) -> bool | None:
+    """None when nothing was compared."""
+    compared = [row["equal"] for row in rows.values() if row["name"] != STOCK]
+    if "problem" in facts:
+        return False
+    return all(compared) if compared else None
+
+
+def slice_figures(path: Path) -> Row:
+    """What a run of bench.gpu_exact_slice measured of the figures that are quoted, and why others are null."""
     if not path.is_file():
-        return {}
+        return {"reason_for_null": dict.fromkeys(OTHER_FIGURES, UNMEASURED)}
     document = json.loads(path.read_text())
-    figures = {name: value for name, value in document["summary"].items() if name in OTHER_FIGURES and value is not None}
+    figures = {name: document["summary"].get(name) for name in OTHER_FIGURES}
     layers = len(document.get("facts", {}).get("depths", document["summary"].get("depths", ())))
-    if layers != len(routing_trace.SLICE_DEPTHS):
-        figures.pop("c1_tok_s", None)  # of fewer layers it would be quoted as what it is not
-    return {**figures, "slice": f"{layers} MoE layers, {path.name}"}
+    whole = layers == len(routing_trace.SLICE_DEPTHS)
+    if not whole:
+        figures["c1_tok_s"] = None  # of fewer layers it would be quoted as what it is not
+    told = document["summary"].get("reason_for_null")
+    known = told if isinstance(told, dict) else {}
+    why = {name: known.get(name, UNMEASURED) for name, value in figures.items() if value is None}
+    return {**figures, "slice": f"{layers} MoE layers, {path.name}", "reason_for_null": why}
 
 
-def write(out: Path, started: dict[str, Any], bench: Bench | None, began: float, problem: str) -> None:
-    """The result file as it stands."""
-    summary: dict[str, Any] = {
-        "bit_exact": bench is not None and not problem and all_equal(bench),
-        "cases": len(bench.rows) if bench is not None else 0,
-        "cases_skipped": len(bench.skipped) if bench is not None else None,
-        "seconds": round(time.monotonic() - began, 1),
+def summarise(slice_file: Path, rows: dict[str, Row], facts: Row) -> Row:
+    """The figures that are quoted."""
+    exact = bit_exact(rows, facts)
+    summary: Row = {
+        "bit_exact": exact,
+        "cases": len(rows),
+        "cases_skipped": len(facts["skipped"]) if "skipped" in facts else None,
+        "seconds": facts.get("seconds"),
         **dict.fromkeys(OTHER_FIGURES),
-        **slice_figures(SLICE),
-        "reason_for_null": UNMEASURED,
+        **slice_figures(slice_file),
     }
-    if problem:
-        summary["problem"] = problem.splitlines()[-1]
-    with contextlib.redirect_stdout(io.StringIO()):
-        report.write_result(out, started, bench.rows if bench is not None else [], summary)
+    if exact is None:
+        summary["reason_for_null"]["bit_exact"] = "nothing was compared in this run"
+    if "problem" in facts:
+        summary["problem"] = facts["problem"]
+    return summary
 
 
 if __name__ == "__main__":

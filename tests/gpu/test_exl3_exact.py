@@ -28,7 +28,7 @@ def test_the_installed_exllamav3_is_the_known_one() -> None:
 def test_no_placement_changes_a_bit(tmp_path: Path) -> None:
     """Stock against stock, then against every placement: all logits of every step. A process of its own: it keeps VRAM and settings."""
     out = tmp_path / "exact.json"
-    command = [sys.executable, "-m", "bench.gpu_exact", "--quick", "--moves", "500", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.gpu_exact", "--quick", "--moves", "500", "--out", str(out), "--state", str(tmp_path / "rows")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     result = json.loads(out.read_text())

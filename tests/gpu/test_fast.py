@@ -210,7 +210,7 @@ def test_a_killed_cpu_expert_costs_no_bit(made: Stage, world: GpuWorld) -> None:
 def test_no_placement_changes_a_bit_of_the_shipped_model(tmp_path: pathlib.Path) -> None:
     """The bench's fidelity part: one hash for every placement, and nearer to exact than the noise floor allows."""
     out = tmp_path / "fast.json"
-    command = [sys.executable, "-m", "bench.gpu_fast", "--only", "fidelity", "--out", str(out)]
+    command = [sys.executable, "-m", "bench.gpu_fast", "--only", "fidelity", "--out", str(out), "--state", str(tmp_path / "rows")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     summary: dict[str, Any] = json.loads(out.read_text())["summary"]
