@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import fakeredis
 import httpx
 import pytest
 
+from services.gateway.access import cancels
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ApiKey, digest_of
 from services.gateway.shared.bus import Bus
@@ -23,7 +25,7 @@ from tests.gateway.access import ask, write_keys
 from tests.gateway.events import Streamed, chat_body
 from tests.gateway.fake_worker import Finish, Forever, Say, Script
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.stack import Stack, until
+from tests.gateway.stack import MODEL, Stack, until
 from tests.gateway.test_validation import check_error
 
 
@@ -335,15 +337,48 @@ def test_a_request_is_cancelled_by_its_owner_or_an_admin_through_any_gateway(
 
 
 def test_another_keys_request_cannot_be_cancelled(pair: tuple[Stack, Stack, dict[str, str]]) -> None:
-    """404 as for a request that does not exist, and the stream goes on; through the other gateway it is not cancelled either."""
+    """404 as for a request that does not exist, whichever gateway is asked, and the stream goes on."""
     first, second, keys = pair
     running = Running(first, keys["a"])
-    cancel(first, keys["b"], running.id)
-    cancel(second, keys["b"], running.id)
+    for stack in (first, second):
+        error = check_error(cancel(stack, keys["b"], running.id), "id", 404)
+        assert error["code"] == "request_not_found"
     assert first.worker.live
     assert not first.worker.cancel_asked & first.worker.live
     assert cancel(first, keys["a"], running.id).status_code == 200
     running.end()
+
+
+def test_what_does_not_run_is_not_cancelled_anywhere(pair: tuple[Stack, Stack, dict[str, str]]) -> None:
+    """Unknown ids, requests that have ended, responses that are complete: no gateway claims to have cancelled them."""
+    first, second, keys = pair
+    headers = {"Authorization": f"Bearer {keys['a']}"}
+    first.worker.script = Script()
+    ended = first.http.post("/v1/chat/completions", json=chat_body(), headers=headers).json()["id"]
+    kept = first.http.post("/v1/responses", json={"model": MODEL, "input": "x"}, headers=headers).json()["id"]
+    first.worker.script = Script((Say("</think>Hello"), Forever()))
+    for who in ("a", "admin"):
+        for answer_id in ("chatcmpl-nothing", ended):
+            check_error(cancel(second, keys[who], answer_id), "id", 404)
+    for stack in (first, second):
+        assert "complete" in check_error(stack.http.post(f"/v1/responses/{kept}/cancel", headers=headers), "response_id")["message"]
+        check_error(stack.http.post("/v1/responses/resp_nothing/cancel", headers=headers), "response_id", 404)
+
+
+def test_a_gateway_that_does_not_answer_holds_a_cancel_up_for_a_moment_only(
+    pair: tuple[Stack, Stack, dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when it hangs: what nobody has found in time does not run."""
+    monkeypatch.setattr(cancels, "_ANSWER_S", 0.3)
+    first, second, keys = pair
+
+    async def silent(_: object) -> None:
+        """Says nothing."""
+
+    monkeypatch.setitem(first.services.bus._handlers, "cancel", silent)
+    began = time.monotonic()
+    check_error(cancel(second, keys["a"], "chatcmpl-nothing"), "id", 404)
+    assert 0.3 <= time.monotonic() - began < 5
 
 
 def test_an_unknown_request_is_404_without_redis(stack: Stack) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import secrets
 from typing import Any
 
 from services.common.errors import Glm53Error
@@ -16,6 +19,8 @@ log = logging.getLogger(__name__)
 # Ids of answers begin with what they are the answer of.
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 _MAX_ID_CHARS = 200
+# How long other gateways have to say whether they ran a request.
+_ANSWER_S = 2.0
 
 
 def request_id_of(answer_id: str) -> str:
@@ -53,6 +58,31 @@ class LiveRequests:
         return sorted(jobs) if key_id is None or key_id == owner else []
 
 
+class _Question:
+    """What the other gateways say to one cancel."""
+
+    def __init__(self) -> None:
+        self._answers = 0
+        self._asked: int | None = None
+        self.found = False
+        self.settled = asyncio.Event()
+
+    def asked(self, count: int) -> None:
+        """So many gateways were told."""
+        self._asked = count
+        self._look()
+
+    def answered(self, found: bool) -> None:
+        """One of them has looked."""
+        self._answers += 1
+        self.found = self.found or found
+        self._look()
+
+    def _look(self) -> None:
+        if self.found or (self._asked is not None and self._answers >= self._asked):
+            self.settled.set()
+
+
 class Canceller:
     """Cancels requests here, in the worker and through the bus.
 
@@ -66,8 +96,10 @@ class Canceller:
         self._live = live
         self._client = client
         self._bus = bus
+        self._questions: dict[str, _Question] = {}
         if bus is not None:
             bus.on("cancel", self._heard)
+            bus.on("cancelled", self._answered)
 
     async def cancel(self, answer_id: str, key: ApiKey) -> bool:
         """Cancels a request that the key may cancel.
@@ -77,7 +109,7 @@ class Canceller:
             key: whose request it must be; an admin's may cancel any.
 
         Returns:
-            True when it ran here or in the worker, or other gateways were told; False when nobody could know it.
+            True when it ran here, in the worker or at another gateway; False when none of them knows it as the key's.
         """
         request_id = request_id_of(answer_id)[:_MAX_ID_CHARS]
         owner = None if key.admin else key.id
@@ -86,16 +118,33 @@ class Canceller:
         # The worker knows its jobs by their ids, but not who may cancel them.
         if key.admin and await self._client.cancel(request_id):
             return True
-        if self._bus is None:
-            return False
+        return self._bus is not None and await self._elsewhere(self._bus, request_id, owner)
+
+    async def _elsewhere(self, bus: Bus, request_id: str, owner: str | None) -> bool:
+        """Asks all gateways, this one included: each says whether the request was its own."""
+        name, question = secrets.token_hex(8), _Question()
+        self._questions[name] = question
         try:
-            return await self._bus.send("cancel", id=request_id, key_id=owner) > 1
-        except SharedStateDown:
-            return False
+            question.asked(await bus.send("cancel", id=request_id, key_id=owner, question=name))
+            async with asyncio.timeout(_ANSWER_S):
+                await question.settled.wait()
+        except (SharedStateDown, TimeoutError):
+            log.debug("not every gateway has answered to a cancel")
+        finally:
+            del self._questions[name]
+        return question.found
 
     async def _heard(self, message: dict[str, Any]) -> None:
         key_id = message["key_id"]
-        await self._cancel_here(str(message["id"]), None if key_id is None else str(key_id))
+        found = await self._cancel_here(str(message["id"]), None if key_id is None else str(key_id))
+        if self._bus is not None:
+            with contextlib.suppress(SharedStateDown):
+                await self._bus.send("cancelled", question=message["question"], found=found)
+
+    async def _answered(self, message: dict[str, Any]) -> None:
+        question = self._questions.get(str(message["question"]))
+        if question is not None:
+            question.answered(bool(message["found"]))
 
     async def _cancel_here(self, request_id: str, key_id: str | None) -> bool:
         found = False
