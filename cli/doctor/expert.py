@@ -12,6 +12,8 @@ from services.common.ops_http import split_address
 from services.cpu_expert import placement
 from services.cpu_expert.settings import CpuExpertSettings
 
+OWN = 48 << 20  # measured: what it takes with the small checkpoint
+
 
 def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     """Settings, CPUs, shared memory."""
@@ -27,6 +29,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     yield ok("settings", f"kernel {settings.ct_isa}, CPUs {settings.ct_cpus}")
     yield from hardware.cpu(machine, env.get("GLM53_MODE", "auto"))
     yield from hardware.cpu_quota(machine)
+    yield from hardware.memory_limit(machine, OWN, "EXPERT_MEMORY in compose's .env, limits.memory of cpu-expert on Kubernetes")
     if settings.http_address:
         yield from network.listen("GLM53_EXPERT_HTTP", *split_address(settings.http_address), network.probe_endpoint)
     yield from sharedmem.folder(settings.shm_dir)

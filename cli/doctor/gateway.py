@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cli.doctor import network
+from cli.doctor import hardware, network
 from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import Machine
 from services.common.command import COMMAND
@@ -17,10 +17,12 @@ from services.gateway.fleet.members import addresses_of
 from services.gateway.settings import GatewaySettings
 from services.gateway.shared.link import problem_of
 
+OWN = 96 << 20  # measured: what it takes before its first request
+
 
 def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     """Settings, keys, addresses."""
-    del machine
+    yield from hardware.memory_limit(machine, OWN, "GATEWAY_MEMORY in compose's .env, limits.memory of gateway on Kubernetes")
     try:
         settings = GatewaySettings.load(env)
         addresses = addresses_of(settings.worker_address)
@@ -34,11 +36,18 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         try:
             count = len(read_keys(Path(settings.api_keys_file)).keys)
         except ConfigError as error:
-            yield fail("API keys", error.message, f"Make the file with `{COMMAND} keys create`, and let this user read it.")
+            yield fail("API keys", error.message, _keys_fix(Path(settings.api_keys_file)))
         else:
             yield ok("API keys", f"{count} in {settings.api_keys_file}")
     if url := settings.redis_url.get_secret_value():
         yield from _redis(url)
+
+
+def _keys_fix(file: Path) -> str:
+    if file.is_dir():
+        made = "A container engine makes a folder where the file was missing: remove it on the host, make the file"
+        return f"{made} (compose: see its README.md), and make the container anew: docker compose up --force-recreate gateway."
+    return f"Make the file with `{COMMAND} keys create` (compose: see its README.md), and let this user read it."
 
 
 def _redis(url: str) -> Iterator[Finding]:

@@ -190,6 +190,22 @@ def cpu_quota(machine: Machine) -> Iterator[Finding]:
         )
 
 
+def memory_limit(machine: Machine, least: int, where: str) -> Iterator[Finding]:
+    """A container below what its process takes is killed without a word in its log.
+
+    Args:
+        least: bytes that the process takes before anybody asks it for something.
+        where: what sets the limit.
+    """
+    memory = machine.memory()
+    if memory.capped and memory.limit < least:
+        yield fail(
+            "memory",
+            f"the container's memory limit is {shown(memory.limit)}; the process alone takes {shown(least)}, and the kernel would end it",
+            f"Raise it: {where}.",
+        )
+
+
 def swap(machine: Machine, mode: str) -> Iterator[Finding]:
     """Memory that is swapped out is slower than anything this product does to avoid it."""
     memory = machine.memory()

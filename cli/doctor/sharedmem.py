@@ -16,6 +16,10 @@ from services.common.memory import Memory
 
 # Control region, job buffers and what a file system needs for itself.
 SLACK = 64 << 20
+# A gpu_worker with the small checkpoint, without its records; measured.
+OWN = 128 << 20
+# What the engine adds to the records of a large checkpoint.
+ENGINE = 6 * GIB
 
 
 def kernels() -> Iterator[Finding]:
@@ -58,12 +62,13 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
         return
     yield ok("shared memory", f"{shm_dir} has room for the expert records ({shown(need)})")
     usable = memory.limit if memory.capped else memory.host_available + left
-    if usable < need:
+    if usable < need + OWN:
         where = "the container's memory limit is" if memory.capped else "the host has available"
+        where_set = " (compose: WORKER_MEMORY in .env; Kubernetes: limits.memory)" if memory.capped else ""
         yield fail(
             "memory",
-            f"{where} {shown(usable)}; the expert records alone need {shown(need)} and count as this process's memory",
-            f"Give it at least {size + 6} GiB.",
+            f"{where} {shown(usable)}; the expert records need {shown(need)}, count as this process's memory, and are not all of it",
+            f"Give it at least {_gib_up(need + SLACK + OWN) if need < GIB else size + ENGINE // GIB} GiB{where_set}.",
         )
 
 

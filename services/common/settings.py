@@ -132,7 +132,7 @@ class ServiceSettings(BaseSettings):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0]) if first["loc"] else cls.service
-            raise ConfigError(f"{name}: {first['msg']}", param=name) from None
+            raise ConfigError(f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name) from None
         settings._sources.update(sources)
         return settings
 

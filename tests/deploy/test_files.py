@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ NOT_IMPORTED = {"cpu-expert": {"grpc", "uvloop", "opentelemetry"}}
 # Imported by uvicorn, for us.
 FOR_UVICORN = {"httptools"}
 # Comes with something that is required.
-COMES_ALONG = {"starlette": "fastapi"}
+COMES_ALONG = {"starlette": "fastapi", "pydantic_core": "pydantic"}
 
 
 def tool(*command: str, timeout_s: float = 60) -> str:
@@ -239,6 +240,19 @@ def test_every_variable_is_explained_in_the_env_file() -> None:
     read = set(re.findall(r"\$\{([A-Z0-9_]+)", text))
     listed = set(re.findall(r"^([A-Z0-9_]+)=", (COMPOSE / ".env").read_text(), re.MULTILINE))
     assert listed - {"COMPOSE_PROFILES", "COMPOSE_FILE"} == read
+
+
+def test_a_variable_that_is_empty_is_named() -> None:
+    """One that has no default, and is missing in a .env of an older version or was emptied, is an error with its name, not a blank."""
+    needed = set(re.findall(r"\$\{([A-Z0-9_]+):\?", (COMPOSE / "compose.yaml").read_text()))
+    assert {"API_PORT", "SHM_SIZE", "WORKER_MEMORY", "IMAGE_TAG"} <= needed
+    for name in needed:
+        command = [str(BIN / "docker-compose"), "config", "--quiet"]
+        done = subprocess.run(command, env={**os.environ, name: ""}, cwd=COMPOSE, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode != 0, name
+        assert f"required variable {name} is missing a value: see .env" in done.stderr
+    # Every other one has a default.
+    assert not re.search(r"\$\{[A-Z0-9_]+\}", (COMPOSE / "compose.yaml").read_text())
 
 
 def test_every_build_argument_of_the_gpu_image_can_be_set_in_the_env_file() -> None:

@@ -136,7 +136,24 @@ ROWS: dict[str, Row] = {
         "memlock is 1 MiB", "ulimits: memlock: -1 in compose; LimitMEMLOCK=infinity of containerd's service",
         gpus=[GPU], env=ON_GPU, facts={"memlock": lambda: 1 << 20}, code=ExitCode.OK,
     ),
-    "memory below the records": Row("the container's memory limit is 1 MiB", "Give it at least 7 GiB.", files=capped(1 / 1024)),
+    "memory below the records": Row(
+        "the container's memory limit is 1 MiB", "Give it at least 1 GiB (compose: WORKER_MEMORY", files=capped(1 / 1024)
+    ),
+    "memory for the records but not for the engine": Row(
+        "the container's memory limit is 64 MiB", "Give it at least 1 GiB (compose: WORKER_MEMORY", files=capped(1 / 16)
+    ),
+    "memory below what the gateway takes": Row(
+        "the container's memory limit is 64 MiB", "GATEWAY_MEMORY in compose's .env", "gateway", capped(1 / 16)
+    ),
+    "memory below what cpu_expert takes": Row(
+        "the container's memory limit is 32 MiB", "EXPERT_MEMORY in compose's .env", "cpu-expert", capped(1 / 32)
+    ),
+    "keys that are a folder": Row(
+        "cannot read the key file", "remove it on the host", "gateway", env={"GLM53_API_KEYS_FILE": "{folder}/store"}
+    ),
+    "keys that are missing": Row(
+        "cannot read the key file", "keys create` (compose: see its README.md)", "gateway", env={"GLM53_API_KEYS_FILE": "{folder}/none"}
+    ),
     "/dev/shm too small": Row("free, the expert records need", "Make it at least 1 GiB: SHM_SIZE in compose's .env", before=_small_shm),
     "CPU list outside the cpuset": Row(
         "usable are", "Name CPUs of the container's cpuset, or leave it at auto.",
@@ -190,7 +207,7 @@ def test_it_is_found_with_its_fix(name: str, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "store").mkdir()
     files = {path: text.replace("{folder}", str(tmp_path)) for path, text in row.files.items()}
     box: Machine = host(tmp_path, files, row.gpus, **row.facts)
-    env = worker_env(tmp_path, PORT="0", **row.env)
+    env = worker_env(tmp_path, PORT="0", **{name: value.replace("{folder}", str(tmp_path)) for name, value in row.env.items()})
     held = row.before(tmp_path, monkeypatch) if row.before else None
     args = argparse.Namespace(service=row.service, store=tmp_path / "store" if row.store else None, json=False, then=[])
     assert command.run(args, box, env) == row.code
