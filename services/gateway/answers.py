@@ -72,11 +72,23 @@ class Answer(Protocol):
     def take(self, choice: int, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
         """New tokens → stream chunks, perhaps none."""
 
+    def quick(self, choice: int, tokens: Sequence[pb.Token]) -> tuple[bytes, int]:
+        """What `take` and `wire` make of the first tokens, where that costs less, and of how many; nothing of none elsewhere."""
+
     def finish(self, choice: int, finished: pb.Finished) -> list[dict[str, Any]]:
         """The end of a generation → its last chunks; the last generation brings the answer's last chunks too."""
 
     def response(self) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole answer, after the last `finish`."""
+
+
+class TakenOneByOne:
+    """An answer without a quicker way."""
+
+    def quick(self, choice: int, tokens: Sequence[pb.Token]) -> tuple[bytes, int]:
+        """Nothing."""
+        del choice, tokens
+        return b"", 0
 
 
 def stopped_by_model(finished: pb.Finished) -> bool:

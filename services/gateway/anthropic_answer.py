@@ -8,7 +8,7 @@ from typing import Any
 
 from services.common.errors import Glm53Error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.answers import Totals
+from services.gateway.answers import TakenOneByOne, Totals
 from services.gateway.blocks import Block, Blocks, Kind, More, Opened, Step, whole_blocks
 from services.gateway.chat_answer import ParsedChoice
 from services.gateway.error_shapes import anthropic_body
@@ -16,7 +16,7 @@ from services.gateway.parser import OutputParser
 from services.gateway.wire import Wire, named_event
 
 
-class MessagesAnswer(Wire):
+class MessagesAnswer(TakenOneByOne, Wire):
     """/v1/messages.
 
     Args:

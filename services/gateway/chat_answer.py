@@ -9,9 +9,13 @@ from typing import Any
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.answers import Chunks, Head, Totals, UsageOptions, stopped_by_model
 from services.gateway.deltas import Channel, ContentWasReasoning, Delta, Message, TextDelta, ToolArguments, ToolCallStart, merged
+from services.gateway.json_response import json_bytes
 from services.gateway.logprobs import chat_entry, prompt_entry
 from services.gateway.parser import FinishReason, OutputParser
 from services.gateway.wire import OPENAI
+
+# Stands for the text of an event where its template is made.
+_TEXT = "\ue000text\ue000"
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,13 @@ class ParsedChoice:
         if len(tokens) == 1:
             return self._keep(feed(tokens[0].id, tokens[0].piece))
         return self._keep([delta for token in tokens for delta in feed(token.id, token.piece)])
+
+    def plain(self, token: pb.Token) -> str | None:
+        """The text of a token that only goes on with the text before it; None, with nothing taken, for any other."""
+        text = self.parser.plain(token.id, token.piece)
+        if text is not None:
+            self.message.add_text(self.parser.channel, text)
+        return text
 
     def finish(self, finished: pb.Finished) -> list[Delta]:
         """The end → the last deltas."""
@@ -115,6 +126,8 @@ class ChatAnswer:
         self._options = options
         self._prompt_logprobs: list[dict[str, Any] | None] = []
         self._prompt_ids_sent = False
+        # Every chunk is the same but for its text.
+        self._is_plain = not (options.logprobs or options.usage.in_every_chunk) and options.prompt_ids is None
 
     @property
     def unclosed_reasoning(self) -> bool:
@@ -140,6 +153,32 @@ class ChatAnswer:
         """New tokens → stream chunks, perhaps none."""
         self._totals.streamed += len(tokens)
         return [self._chunk(part) for part in self._choices[choice].take(tokens)]
+
+    def quick(self, choice: int, tokens: Sequence[pb.Token]) -> tuple[bytes, int]:
+        """Plain text by a template."""
+        own = self._choices[choice]
+        if not self._is_plain or not own.role_sent:
+            return b"", 0
+        parsed, channel = own.parsed, own.parsed.parser.channel
+        frame = own.frames[channel is Channel.REASONING]
+        if frame is None:
+            frame = own.frames[channel is Channel.REASONING] = self._frame(own, channel)
+        if not frame:
+            return b"", 0
+        texts: list[str] = []
+        for token in tokens:
+            text = parsed.plain(token)
+            if text is None:
+                break
+            texts.append(text)
+        self._totals.streamed += len(texts)
+        return (frame[0] + json_bytes("".join(texts)) + frame[1] if texts else b""), len(texts)
+
+    def _frame(self, own: _Choice, channel: Channel) -> tuple[bytes, ...]:
+        """What stands before and after the text of an event; nothing where it stands at no or at several places."""
+        chunks = [self._chunk(part) for part in own.parts([TextDelta(channel, _TEXT)])]
+        around = b"".join(map(self.wire.event, chunks)).split(json_bytes(_TEXT))
+        return tuple(around) if len(around) == 2 else ()
 
     def finish(self, choice: int, finished: pb.Finished) -> list[dict[str, Any]]:
         """The end of a generation → finish chunk and, after the last, the usage chunk."""
@@ -179,7 +218,9 @@ class _Choice:
         self._unsent_logprobs = 0
         self._ids: list[int] = []
         self._unsent_ids = 0
-        self._role_sent = False
+        self.role_sent = False
+        # Of events with content and with reasoning; None until the first of its kind.
+        self.frames: list[tuple[bytes, ...] | None] = [None, None]
         self._echo = options.echo
 
     def take(self, tokens: Sequence[pb.Token]) -> list[dict[str, Any]]:
@@ -187,10 +228,10 @@ class _Choice:
             self._logprobs += [chat_entry(token, by_id=self._options.names_by_id) for token in tokens if token.piece]
         if self._options.prompt_ids is not None:
             self._ids += [token.id for token in tokens]
-        return self._parts(self.parsed.take(tokens))
+        return self.parts(self.parsed.take(tokens))
 
     def finish(self, finished: pb.Finished) -> list[dict[str, Any]]:
-        parts = self._parts(self.parsed.finish(finished))
+        parts = self.parts(self.parsed.finish(finished))
         return [*parts, self._part({}, self._finish_reason())]
 
     def whole(self) -> dict[str, Any]:
@@ -218,7 +259,7 @@ class _Choice:
             reason = FinishReason.STOP
         return reason.value
 
-    def _parts(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+    def parts(self, deltas: list[Delta]) -> list[dict[str, Any]]:
         parts = []
         if self._echo and deltas:
             parts.append(self._part({"content": self._echo}, None))
@@ -228,8 +269,8 @@ class _Choice:
         return parts + [self._part(self._json(delta), None) for delta in deltas]
 
     def _part(self, delta: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        if not self._role_sent:
-            self._role_sent = True
+        if not self.role_sent:
+            self.role_sent = True
             delta = {"role": "assistant", **delta}
         new = self._logprobs[self._unsent_logprobs :]
         self._unsent_logprobs = len(self._logprobs)

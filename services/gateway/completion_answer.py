@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.answers import Chunks, Head, Totals, UsageOptions, stopped_by_model
+from services.gateway.answers import Chunks, Head, TakenOneByOne, Totals, UsageOptions, stopped_by_model
 from services.gateway.logprobs import CompletionLogprobs, prompt_entry
 from services.gateway.tool_call import Utf8
 from services.gateway.wire import OPENAI
@@ -36,7 +36,7 @@ class CompletionOptions:
     prompt_ids: tuple[Sequence[int], ...] = ()
 
 
-class CompletionAnswer:
+class CompletionAnswer(TakenOneByOne):
     """/v1/completions.
 
     Args:

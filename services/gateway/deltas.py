@@ -71,30 +71,35 @@ class Message:
     """An answer put together from its deltas: what a request without streaming gets."""
 
     def __init__(self) -> None:
-        self._text: dict[Channel, list[str]] = {channel: [] for channel in Channel}
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
         self.tool_calls: list[ToolCall] = []
+
+    def add_text(self, channel: Channel, text: str) -> None:
+        """Joins more text of a channel."""
+        (self._reasoning if channel is Channel.REASONING else self._content).append(text)
 
     def add(self, delta: Delta) -> None:
         """Joins one more delta."""
         if isinstance(delta, TextDelta):
-            self._text[delta.channel].append(delta.text)
+            self.add_text(delta.channel, delta.text)
         elif isinstance(delta, ToolCallStart):
             self.tool_calls.append(ToolCall(delta))
         elif isinstance(delta, ToolArguments):
             self.tool_calls[delta.index].add(delta.text)
         else:
-            self._text[Channel.REASONING] += self._text[Channel.CONTENT]
-            self._text[Channel.CONTENT] = []
+            self._reasoning += self._content
+            self._content = []
 
     @property
     def reasoning(self) -> str:
         """The reasoning channel."""
-        return "".join(self._text[Channel.REASONING])
+        return "".join(self._reasoning)
 
     @property
     def content(self) -> str:
         """The content channel."""
-        return "".join(self._text[Channel.CONTENT])
+        return "".join(self._content)
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:

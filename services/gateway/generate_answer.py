@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gateway.answers import stopped_by_model
+from services.gateway.answers import TakenOneByOne, stopped_by_model
 from services.gateway.logprobs import finite, token_text
 from services.gateway.tool_call import Utf8
 from services.gateway.wire import OPENAI
@@ -33,7 +33,7 @@ class GenerateOptions:
     texts: bool = False
 
 
-class GenerateAnswer:
+class GenerateAnswer(TakenOneByOne):
     """/generate.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import time
@@ -227,7 +228,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._reject(InvalidHttp(f"More than {_MAX_PIPELINED} requests wait on this connection."))
         super().on_headers_complete()
         cycle = self.cycle
-        self.scope["state"]["body_is_pending"] = lambda: cycle.more_body
+        self.scope["state"] |= {"body_is_pending": lambda: cycle.more_body, "write_chunk": functools.partial(_write_chunk, cycle)}
         if version == "1.0":
             cycle.transport = cast("asyncio.Transport", Unchunked(cast("ResponseTransport", self.transport)))
             cycle.waiting_for_100_continue = False
@@ -383,6 +384,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         extra = {"request_id": waiting[0].scope["state"].get("request_id", "")} if waiting else {}
         log.warning("a client %s for %g s: its connection is closed, and what runs for it ends", how, self.limits.stall_s, extra=extra)
         self.observer.reader_stopped()
+
+
+def _write_chunk(cycle: RequestResponseCycle, data: bytes) -> bool:
+    """Writes a part of a body that has begun and goes on, as `send` does it; False when that has to wait, or is none of ours."""
+    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or not data:
+        return False
+    cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return True
 
 
 def protocol_with(limits: HttpLimits, observer: Observer) -> type[HttpToolsProtocol]:

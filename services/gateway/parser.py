@@ -109,6 +109,33 @@ class OutputParser:
         """True when all output so far is reasoning that was never closed."""
         return not self._closed_reasoning and not self._said_anything
 
+    @property
+    def channel(self) -> Channel:
+        """Where text belongs now."""
+        return self._channel
+
+    def plain(self, token_id: int, piece: bytes) -> str | None:
+        """The text of a token that does nothing but go on with the text before it: what `feed` makes of most tokens, for less.
+
+        Returns:
+            None, with nothing taken, for any other token.
+        """
+        vocabulary = self._vocabulary
+        if token_id in vocabulary.tags or token_id in vocabulary.special or self._call is not None or self._utf8.waits:
+            return None
+        in_content = self._channel is Channel.CONTENT
+        if in_content and self._held_space is not None:
+            return None
+        try:
+            text = piece.decode()
+        except UnicodeDecodeError:
+            return None
+        if text and in_content:
+            self._content_tokens += 1
+        elif text:
+            self.reasoning_tokens += 1
+        return text or None
+
     def feed(self, token_id: int, piece: bytes) -> list[Delta]:
         """Takes the next token.
 

@@ -9,7 +9,7 @@ from typing import Any
 from services.common.errors import Glm53Error
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import errors
-from services.gateway.answers import Head, Totals
+from services.gateway.answers import Head, TakenOneByOne, Totals
 from services.gateway.blocks import Block, Blocks, Closed, Kind, More, Opened, Step, whole_blocks
 from services.gateway.chat_answer import ParsedChoice
 from services.gateway.logprobs import TextLogprobs
@@ -24,7 +24,7 @@ _DELTA = {
 }
 
 
-class ResponsesAnswer(Wire):
+class ResponsesAnswer(TakenOneByOne, Wire):
     """/v1/responses.
 
     Args:

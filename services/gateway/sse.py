@@ -57,11 +57,10 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Writes the stream."""
-        del scope
         error: Glm53Error | None = None
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            error = await until_disconnect(receive, self._write(_Wire(send)))
+            error = await until_disconnect(receive, self._write(_Wire(send, scope["state"].get("write_chunk", _never))))
         except Cancelled as cancelled:
             error = cancelled
         finally:
@@ -100,7 +99,11 @@ class EventStreamResponse(Response):
             index, event = await choices.next_event()
             kind = event.WhichOneof("event")
             if kind == "tokens":
-                chunks = answer.take(index, event.tokens.tokens)
+                tokens = event.tokens.tokens
+                data, taken = answer.quick(index, tokens)
+                if data:
+                    await wire.write(data)
+                chunks = answer.take(index, tokens[taken:]) if taken < len(tokens) else []
             elif kind == "finished":
                 chunks = answer.finish(index, event.finished)
                 left -= 1
@@ -112,16 +115,33 @@ class EventStreamResponse(Response):
                 chunks = []
 
 
-class _Wire:
-    """The way to the client: knows when it was silent for too long. A client that does not read is cut off by its connection."""
+def _never(data: bytes) -> bool:
+    del data
+    return False
 
-    def __init__(self, send: Send) -> None:
+
+class _Wire:
+    """The way to the client: knows when it was silent for too long. A client that does not read is cut off by its connection.
+
+    Args:
+        send: the way through the app.
+        write_chunk: a shorter one for the middle of an answer; False when it cannot be taken now.
+    """
+
+    def __init__(self, send: Send, write_chunk: Callable[[bytes], bool]) -> None:
         self._send = send
+        self._write_chunk = write_chunk
+        self._has_begun = False
         self._last_write = time.monotonic()
         self._sending = False
 
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Sends bytes, and waits while the client's buffers are full."""
+        # What lies in between looks at the beginning and the end of an answer only.
+        if self._has_begun and more and self._write_chunk(data):
+            self._last_write = time.monotonic()
+            return
+        self._has_begun = self._has_begun or bool(data)
         self._sending = True
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
         self._sending = False

@@ -51,6 +51,11 @@ class Utf8:
         """The characters that `data` completes."""
         return self._decoder.decode(data)
 
+    @property
+    def waits(self) -> bool:
+        """True while a character waits for its rest."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         """The end of the channel: a character that never got its rest becomes U+FFFD."""
         text = self._decoder.decode(b"", final=True)
