@@ -262,6 +262,32 @@ def test_every_build_argument_of_the_gpu_image_can_be_set_in_the_env_file() -> N
     assert set(given) == arguments - {"PIP_CERT", "PIP_INDEX_URL", "REVISION"}
 
 
+@pytest.mark.parametrize(
+    ("architectures", "accepted"),
+    [
+        ("8.6", True),
+        ("8.6;8.9;9.0;12.0", True),
+        ("", False),
+        ("86", False),
+        ("8.6 8.9", False),
+        ("8.6,8.9", False),
+        ("8.6;", False),
+        ("9.0+PTX", False),
+        ("Hopper", False),
+    ],
+)
+def test_a_slip_in_the_architectures_is_told_before_anything_is_compiled(architectures: str, accepted: bool) -> None:
+    """The first thing that the stage does; torch would accept some of these, and CMake refuse them an hour later."""
+    stage = (ROOT / "deploy" / "docker" / "Dockerfile").read_text().split(" AS cuda\n")[1]
+    (first,) = re.findall(r"^RUN ((?:.*\\\n)*.*)\n", stage, re.MULTILINE)[:1]
+    command = ["bash", "-o", "pipefail", "-c", first.replace("\\\n", "")]
+    done = subprocess.run(
+        command, env={"PATH": os.environ["PATH"], "CUDA_ARCHS": architectures}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == accepted, done.stderr
+    assert accepted or f"CUDA_ARCHS={architectures}: " in done.stderr
+
+
 @pytest.mark.parametrize("page", ["docs/install.md", "deploy/compose/README.md"])
 def test_a_page_names_every_size_that_the_real_model_needs(page: str) -> None:
     """What .env says beside `GLM-5.3-Flash:`; a size that is left out stays that of the small checkpoint."""
