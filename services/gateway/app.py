@@ -116,7 +116,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.strip() for origin in settings.cors_origins.split(",")],
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms", *_LIMIT_HEADERS],
             max_age=600,

@@ -7,7 +7,9 @@ of a stream that has already begun.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from services.common import errors
@@ -147,9 +149,14 @@ class TooManyConnections(errors.NotReady):
 
 
 class RateLimited(errors.Glm53Error):
-    """The key has used up one of its limits; `retry_after_s` None means that the request is larger than the limit itself."""
+    """The key has used up one of its limits; `retry_after_s` None means that the request is larger than the limit itself.
+
+    Attributes:
+        standing: headers that say where the limit stands, where nothing else does.
+    """
 
     code = "rate_limit_exceeded"
+    standing: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -221,6 +228,8 @@ def headers_of(error: errors.Glm53Error) -> dict[str, str]:
     if row.status in _RETRIED and wait_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
+    if isinstance(error, RateLimited):
+        headers |= error.standing
     should_retry = False if row.status == 429 and wait_s is None else row.should_retry
     if should_retry is not None:
         headers["x-should-retry"] = str(should_retry).lower()

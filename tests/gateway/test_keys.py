@@ -17,6 +17,7 @@ from services.common.errors import ConfigError
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.access.keyring import KeyRing
 from services.gateway.access.keys import ApiKey, KeyTable, digest_of, new_key, parse_keys, read_keys
+from services.gateway.openapi import OPERATIONS
 from services.gateway.settings import GatewaySettings
 from tests.gateway.access import ask, write_keys
 from tests.gateway.fake_worker import Finish, Say, Script
@@ -207,6 +208,9 @@ def test_cors_is_off_by_default_and_allows_only_what_is_listed(stack: Stack, key
     try:
         allowed = listed.http.options("/v1/chat/completions", headers=preflight)
         assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, "https://chat.example.com")
+        # Every method of the API, or a page could make responses that it cannot delete.
+        methods = {operation.method.upper() for operation in OPERATIONS}
+        assert methods == set(allowed.headers["access-control-allow-methods"].split(", "))
         stranger = listed.http.options("/v1/chat/completions", headers={**preflight, "Origin": "https://evil.example.com"})
         assert "access-control-allow-origin" not in stranger.headers
         # A page must be able to read why it was refused.

@@ -402,6 +402,9 @@ def test_the_request_over_the_limit_hears_429_and_when_to_come_back(limited: tup
         assert 0 < int(refused.headers["retry-after-ms"]) <= 120_000
         assert int(refused.headers["retry-after"]) >= int(refused.headers["retry-after-ms"]) / 1000
         assert "x-should-retry" not in refused.headers
+        assert refused.headers["x-ratelimit-limit-requests"] == "2"
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert refused.headers["x-ratelimit-reset-requests"][-1] == "s"
     assert len(stack.worker.requests) == before
     assert ask(stack, keys["free"], stream=stream).status_code == 200
 

@@ -66,7 +66,9 @@ class AccessPolicy:
         if spent is not None:
             left_s = spent[0] - time.monotonic()
             if left_s > 0 and key.requests_per_minute == spent[1][0].limit.amount:
-                raise RateLimited(_used_up(spent[1][0].limit, key), retry_after_s=left_s)
+                error = RateLimited(_used_up(spent[1][0].limit, key), retry_after_s=left_s)
+                error.standing = _headers("requests", key.requests_per_minute, 0, left_s)
+                raise error
             del self._spent[key.id]
         if key.concurrency is not None:
             running = self._running.get(key.id, 0)
@@ -188,16 +190,22 @@ class Admission:
             unit = standing.limit.unit
             if unit not in found or standing.remaining < found[unit].remaining:
                 found[unit] = standing
-        headers = {}
+        headers: dict[str, str] = {}
         for unit, standing in found.items():
-            headers[f"x-ratelimit-limit-{unit}"] = str(standing.limit.amount)
-            headers[f"x-ratelimit-remaining-{unit}"] = str(standing.remaining)
-            headers[f"x-ratelimit-reset-{unit}"] = duration(standing.reset_s)
+            headers |= _headers(unit, standing.limit.amount, standing.remaining, standing.reset_s)
         return headers
 
 
 # The request that the current task works for; None outside of requests.
 admission_var: contextvars.ContextVar[Admission | None] = contextvars.ContextVar("admission", default=None)
+
+
+def _headers(unit: str, amount: int, remaining: int, reset_s: float) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{unit}": str(amount),
+        f"x-ratelimit-remaining-{unit}": str(remaining),
+        f"x-ratelimit-reset-{unit}": duration(reset_s),
+    }
 
 
 def duration(seconds: float) -> str:
