@@ -227,6 +227,17 @@ def test_stopping_the_gateway_lets_running_streams_end(running: Stack, answer: s
     until(running.ready, "the gateway is ready again", RECOVER_S, 0.3)
 
 
+def test_another_size_of_shared_memory_is_one_setting(running: Stack, answer: str) -> None:
+    """SHM_SIZE and `up --wait`: both containers have the new size, and the stack serves."""
+    running.env |= {"SHM_SIZE": "192m", "SHM_PAGES": str((192 << 20) // os.sysconf("SC_PAGE_SIZE"))}
+    running.up()
+    for name in ("gpu-worker-cpu", "cpu-expert"):
+        code = "import os; found = os.statvfs('/dev/shm'); print(found.f_blocks * found.f_frsize >> 20)"
+        assert running.compose("exec", "-T", name, "python", "-c", code).strip() == "192", name
+    running.engine.podman("volume", "rm", f"{PROJECT}-shm-128m")
+    assert ask(running) == answer
+
+
 def test_an_upgrade_is_one_setting_and_one_command(running: Stack, built: dict[str, str], answer: str) -> None:
     """IMAGE_TAG and `up --wait` replace what has a new image; the stack serves as before."""
     for target in images.TARGETS:

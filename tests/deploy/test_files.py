@@ -239,7 +239,7 @@ def test_every_variable_is_explained_in_the_env_file() -> None:
     text = "".join(path.read_text() for path in COMPOSE.glob("*.yaml"))
     read = set(re.findall(r"\$\{([A-Z0-9_]+)", text))
     listed = set(re.findall(r"^([A-Z0-9_]+)=", (COMPOSE / ".env").read_text(), re.MULTILINE))
-    assert listed - {"COMPOSE_PROFILES", "COMPOSE_FILE"} == read
+    assert listed - {"COMPOSE_PROFILES", "COMPOSE_FILE"} == read - {"COMPOSE_PROJECT_NAME"}
 
 
 def test_a_variable_that_is_empty_is_named() -> None:
@@ -252,7 +252,14 @@ def test_a_variable_that_is_empty_is_named() -> None:
         assert done.returncode != 0, name
         assert f"required variable {name} is missing a value: see .env" in done.stderr
     # Every other one has a default.
-    assert not re.search(r"\$\{[A-Z0-9_]+\}", (COMPOSE / "compose.yaml").read_text())
+    assert set(re.findall(r"\$\{([A-Z0-9_]+)\}", (COMPOSE / "compose.yaml").read_text())) == {"COMPOSE_PROJECT_NAME"}
+
+
+def test_another_size_of_shared_memory_is_another_volume() -> None:
+    """Engines keep a volume's options as they were when it was made: a new size of the same name would be ignored."""
+    stacks = [{"SHM_SIZE": size, "COMPOSE_PROJECT_NAME": project} for size in ("1g", "2g") for project in ("a", "b")]
+    assert len({config(**one)["volumes"]["shm"]["name"] for one in stacks}) == 4
+    assert config()["volumes"]["shm"]["name"].startswith("glm53-shm-")
 
 
 def test_every_build_argument_of_the_gpu_image_can_be_set_in_the_env_file() -> None:
