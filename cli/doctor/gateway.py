@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cli.doctor import hardware, network
 from cli.doctor.findings import Finding, fail, ok, warn
-from cli.doctor.machine import Machine
+from cli.doctor.machine import Machine, shown
 from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.gateway.access.keys import read_keys
@@ -17,6 +19,7 @@ from services.gateway.fleet.members import addresses_of
 from services.gateway.settings import GatewaySettings
 from services.gateway.shared.link import problem_of
 
+USAGE_BYTES = 16 << 20
 OWN = 96 << 20  # measured: what it takes before its first request
 
 
@@ -39,6 +42,8 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
             yield fail("API keys", error.message, _keys_fix(Path(settings.api_keys_file)))
         else:
             yield ok("API keys", f"{count} in {settings.api_keys_file}")
+    if settings.usage_file:
+        yield from _usage_file(Path(settings.usage_file))
     if url := settings.redis_url.get_secret_value():
         yield from _redis(url)
 
@@ -48,6 +53,19 @@ def _keys_fix(file: Path) -> str:
         made = "A container engine makes a folder where the file was missing: remove it on the host, make the file"
         return f"{made} (compose: see its README.md), and make the container anew: docker compose up --force-recreate gateway."
     return f"Make the file with `{COMMAND} keys create` (compose: see its README.md), and let this user read it."
+
+
+def _usage_file(file: Path) -> Iterator[Finding]:
+    there = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(there, os.W_OK):
+        yield fail(
+            "usage file", f"GLM53_USAGE_FILE={file} cannot be written", "Name a file in a folder that this user may write, or unset it."
+        )
+    elif (free := shutil.disk_usage(file.parent).free) < USAGE_BYTES:
+        text = (
+            f"GLM53_USAGE_FILE={file}: {shown(free)} are free there; lines wait in memory, and the oldest are lost when there are too many"
+        )
+        yield warn("usage file", text, "Free space there, or name another place.")
 
 
 def _redis(url: str) -> Iterator[Finding]:

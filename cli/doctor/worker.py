@@ -13,13 +13,14 @@ from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import GIB, Machine, shown
 from services.common.errors import CheckpointError, ConfigError
 from services.common.ops_http import split_address
-from services.gpu_worker.backends import cpu_arena
+from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
 
 MIN_NVME_CAP = 15 * GIB
 # Of the default repository: the files, and a little; and the expert records in them.
 CHECKPOINT_BYTES = 126_000_000_000
+HEAT_BYTES = 1 << 20
 RECORDS_BYTES = 42 * 288 * 9_474_048
 
 
@@ -47,6 +48,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     if pinned:
         yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"), needed=settings.device != "auto")
     yield from hardware.cpu(machine, settings.mode)
+    yield from _heat_file(settings.heat_file)
     yield from sharedmem.in_use(settings.shm_dir, settings.instance, lambda: network.running(env) or _answers(settings))
     unusable = list(sharedmem.folder(settings.shm_dir))
     yield from unusable
@@ -79,6 +81,18 @@ def nvme_cap(machine: Machine) -> Iterator[Finding]:
             f"the memory limit is {shown(memory.limit)}, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
             "Raise the limit.",
         )
+
+
+def _heat_file(name: str) -> Iterator[Finding]:
+    """A place where heat can be saved, now and while it serves."""
+    try:
+        cpu.check_heat_file(name)
+    except ConfigError as error:
+        yield fail("heat file", error.message, "In a container: a volume that user 10001 may write. Or unset it.")
+        return
+    if name and (free := shutil.disk_usage(pathlib.Path(name).parent).free) < HEAT_BYTES:
+        text = f"GLM53_HEAT_FILE={name}: {shown(free)} are free there, so heat is not saved and the cache begins cold after a restart"
+        yield warn("heat file", text, "Free space there, or name another place.")
 
 
 def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, measure_room: bool) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,12 @@ def _no_direct_io(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _full_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del folder
     monkeypatch.setattr(store, "STORE_BYTES", 1 << 60)
+
+
+def _nothing_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del folder
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
 
 
 def _no_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +154,21 @@ ROWS: dict[str, Row] = {
     ),
     "memory below what cpu_expert takes": Row(
         "the container's memory limit is 32 MiB", "EXPERT_MEMORY in compose's .env", "cpu-expert", capped(1 / 32)
+    ),
+    "heat that cannot be saved": Row(
+        "GLM53_HEAT_FILE=/none/heat is in a folder that does not exist",
+        "a volume that user 10001 may write", env={"GLM53_HEAT_FILE": "/none/heat"},
+    ),
+    "heat on a full drive": Row(
+        "0 MiB are free there, so heat is not saved", "Free space there",
+        env={"GLM53_HEAT_FILE": "{folder}/heat"}, before=_nothing_free, code=ExitCode.OK,
+    ),
+    "usage that cannot be written": Row(
+        "GLM53_USAGE_FILE=/none/usage cannot be written", "Name a file where this user may write", "gateway", env={"GLM53_USAGE_FILE": "/none/usage"}
+    ),
+    "usage on a full drive": Row(
+        "0 MiB are free there; lines wait in memory", "Free space there", "gateway",
+        env={"GLM53_USAGE_FILE": "{folder}/usage"}, before=_nothing_free, code=ExitCode.OK,
     ),
     "keys that are a folder": Row(
         "cannot read the key file", "remove it on the host", "gateway", env={"GLM53_API_KEYS_FILE": "{folder}/store"}

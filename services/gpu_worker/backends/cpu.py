@@ -185,6 +185,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     """
     mode, mode_reason = resolve_mode(settings.mode)
     max_context = resolve_context(settings.context_tokens, checkpoint.config)
+    check_heat_file(settings.heat_file)
     note(0.0, "checking the experts")
     shapes = cpu_arena.expert_shapes(checkpoint)
     arena, arena_reason = open_arena(settings, checkpoint, shapes, lambda f, what: note(0.1 + 0.5 * f, what))
@@ -313,7 +314,6 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
             region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
         except KernelError as error:
             raise ConfigError(f"GLM53_SHM_DIR={settings.shm_dir} cannot hold the control region: {error}", param="GLM53_SHM_DIR") from error
-    check_heat_file(settings.heat_file)
     try:
         engine = TierEngine(
             arena,
