@@ -22,6 +22,10 @@ _MAX_DEPTH = 100
 _MAX_VALUES = 100_000
 _MAX_SCHEMAS = 5_000
 
+# Of all expressions of Python's in one schema: a class of characters that ignores case costs it 5 ms.
+_MAX_PYTHON_CHARS = 4000
+# The library reads patterns in quadratic time and lets nobody else run meanwhile: 4000 characters are seconds.
+_MAX_VALIDATOR_CHARS = 1000
 _IS_REGEX = jsonschema_rs.validator_for({"format": "regex"}, validate_formats=True, offline=True)
 
 _NAMES = "a list of property names, each of them once"
@@ -77,8 +81,10 @@ def validator_of(schema: dict[str, Any]) -> Validator | None:
     """What says whether a value fits a valid schema; its patterns take time in proportion to the text.
 
     Returns:
-        None for a pattern that cannot be searched so, or that would take too much memory.
+        None for a pattern that cannot be searched so, or that would take too much memory; for patterns of more than 1000 characters.
     """
+    if _pattern_chars(schema) > _MAX_VALIDATOR_CHARS:
+        return None
     schema = {name: value for name, value in schema.items() if name != "$schema"} if known_draft(schema) is None else schema
     for make in (jsonschema_rs.validator_for, jsonschema_rs.Draft7Validator, jsonschema_rs.Draft4Validator):
         with contextlib.suppress(jsonschema_rs.ValidationError):
@@ -86,11 +92,26 @@ def validator_of(schema: dict[str, Any]) -> Validator | None:
     return None
 
 
-@dataclass(frozen=True)
+def _pattern_chars(schema: dict[str, Any]) -> int:
+    count = 0
+    waiting: list[Any] = [schema]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            patterns = value.get("patternProperties")
+            count += sum(map(len, patterns)) if isinstance(patterns, dict) else 0
+            count += len(value["pattern"]) if isinstance(value.get("pattern"), str) else 0
+            value = value.values()
+        waiting += [inner for inner in value if isinstance(inner, dict | list)]
+    return count
+
+
+@dataclass
 class _Check:
     root: dict[str, Any]
     path: str
     param: str | None
+    _python_chars: int = 0
 
     def run(self) -> None:
         self._size()
@@ -175,12 +196,25 @@ class _Check:
 
     def _patterns(self, schema: dict[str, Any], place: Path) -> None:
         pattern = schema.get("pattern")
-        if isinstance(pattern, str) and not _is_regex(pattern):
+        if isinstance(pattern, str) and not self._is_regex(pattern, (*place, "pattern")):
             self._wrong((*place, "pattern"), pattern, _WANTED["pattern"])
         patterns = schema.get("patternProperties")
         for pattern in patterns if isinstance(patterns, dict) else ():
-            if not _is_regex(pattern):
+            if not self._is_regex(pattern, (*place, "patternProperties")):
                 self._refuse((*place, "patternProperties"), f"has the name {_shown(pattern)}; names must be regular expressions")
+
+    def _is_regex(self, pattern: str, place: Path) -> bool:
+        """True for an expression of JavaScript's, which JSON Schema means, or of Python's, in which many servers of tools write theirs."""
+        if _IS_REGEX.is_valid(pattern):
+            return True
+        self._python_chars += len(pattern)
+        if self._python_chars > _MAX_PYTHON_CHARS:
+            self._refuse(place, f"is no expression of JavaScript's; other languages' may have {_MAX_PYTHON_CHARS} characters in all")
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError):
+            return False
+        return True
 
     def _follow(self, reference: str, place: Path) -> tuple[Path, Any]:
         where = (*place, "$ref")
@@ -208,17 +242,6 @@ def _first_error(schema: dict[str, Any], draft: str) -> jsonschema_rs.Validation
     except jsonschema_rs.ValidationError as error:
         return error
     return None
-
-
-def _is_regex(pattern: str) -> bool:
-    """True for an expression of JavaScript's, which JSON Schema means, or of Python's, in which many servers of tools write theirs."""
-    if _IS_REGEX.is_valid(pattern):
-        return True
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
 
 
 def _keyword(place: Path) -> str | None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.schema_check import check_schema
 from services.gateway.schema_support import for_grammar
+from services.gateway.tool_grammar import CallStyle, DeclaredTool, ToolGrammar
+from tests.gateway.language import IDS
 from tests.gateway.stack import HELLO, MODEL, Stack
 from tests.gateway.test_formats import able  # noqa: F401 - a fixture
 from tests.gateway.test_validation import check_error
@@ -344,3 +347,29 @@ def test_schemas_of_answers_are_checked_too(
     error = check_error(able.http.post(path, json=body), param)
     assert error["message"].startswith(f"{where}{said}")
     assert not able.worker.requests
+
+
+def test_expressions_of_pythons_are_bounded_together() -> None:
+    """They are looked at one by one, and each may cost; JavaScript's cost nothing."""
+    costly = "(?i)" + "[\u0000-\uffff]" * 190
+    properties = {f"p{number}": {"pattern": costly} for number in range(1000)}
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="may have 4000 characters in all"):
+        check_schema({"properties": properties}, "schema")
+    assert time.monotonic() - began < 20
+    check_schema({"properties": {"a": {"pattern": "(?P<x>a)"}, "b": {"pattern": "[a-z]" * 5000}}}, "schema")
+
+
+@pytest.mark.parametrize("pattern", ["\\w" * 20_000, "(?i:" + "[\u0000-\uffff]" * 4000 + ")"], ids=["escapes", "classes"])
+@pytest.mark.parametrize("where", ["pattern", "patternProperties", "$ref"])
+def test_a_costly_pattern_beside_listed_values_stops_nobody(pattern: str, where: str) -> None:
+    """What says whether an enum's values fit would keep the whole process for minutes: such a pattern is refused by its place at once."""
+    beside: dict[str, Any] = {"pattern": pattern} if where == "pattern" else {"patternProperties": {pattern: {}}}
+    value = {"enum": ["a"], **(beside if where != "$ref" else {"$ref": "#/$defs/A"})}
+    parameters = {"type": "object", "properties": {"x": value}, "required": ["x"], "$defs": {"A": {"pattern": pattern}}}
+    began = time.monotonic()
+    check_schema(parameters, "parameters")
+    with pytest.raises(UnsupportedParameter, match="cannot be checked") as caught:
+        ToolGrammar([DeclaredTool("f", parameters, "parameters")], IDS, CallStyle())
+    assert time.monotonic() - began < 3
+    assert caught.value.param == "parameters.properties.x"

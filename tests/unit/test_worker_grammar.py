@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 
 import numpy as np
 import pytest
@@ -257,6 +258,27 @@ def test_no_reason_repeats_the_grammar(kind: Kind, text: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         COMPILER.compile(GrammarSource(kind, text))
     assert not any(part in caught.value.message for part in (" | ", "non-verbose", "NoExtension", "Unimplemented"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(?i)" + "[\u0000-\uffff]" * 600),
+        ("regex", "a(?s-i:b)(?si:" + "[^\\p{L}a]" * 300 + ")"),
+        ("json_schema", json.dumps({"type": "string", "pattern": "(?i:" + "[\u0000-\uffff]" * 600 + ")"})),
+        ("lark", "start: T\nT: /" + "[\u0000-\uffff]" * 600 + "/i\n"),
+        ("lark", "start: T\nT: /" + "\\p{L}" * 600 + "/si | /x/\n"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_takes_long_to_make_is_refused_at_once(kind: Kind, text: str) -> None:
+    """Classes of characters without regard to case, by the hundred: nothing could interrupt the library at it."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match=r"ignores case and has 600 classes of characters, of 500 at most"):
+        COMPILER.compile(GrammarSource(kind, text))
+    assert time.monotonic() - began < 1
+    COMPILER.compile(GrammarSource("regex", "(?i)[a-z]{3}"))
+    COMPILER.compile(GrammarSource("regex", "[a-z]" * 600))
 
 
 def test_a_refused_token_is_an_error_not_a_crash() -> None:
