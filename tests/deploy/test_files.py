@@ -310,7 +310,10 @@ def test_secrets_are_files_and_change_who_may_come_in() -> None:
     services = config(COMPOSE_FILE="compose.yaml:compose.secrets.yaml")["services"]
     environment = services["gateway"]["environment"]
     assert environment["GLM53_ALLOW_PUBLIC_WITHOUT_KEYS"] == "0"
-    assert environment["GLM53_API_KEYS_FILE"] == "/run/secrets/api_keys"
+    assert environment["GLM53_API_KEYS_FILE"] == "/run/keys/api_keys.json"
+    (mounted,) = services["gateway"]["volumes"]
+    assert (mounted["target"], mounted["read_only"]) == ("/run/keys", True)
+    assert mounted["source"] == str(COMPOSE / "secrets" / "keys")
     assert services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD__FILE"] == "/run/secrets/grafana_admin_password"
 
 

@@ -164,7 +164,7 @@ ROWS: dict[str, Row] = {
         env={"GLM53_HEAT_FILE": "{folder}/heat"}, before=_nothing_free, code=ExitCode.OK,
     ),
     "usage that cannot be written": Row(
-        "GLM53_USAGE_FILE=/none/usage cannot be written", "Name a file where this user may write", "gateway", env={"GLM53_USAGE_FILE": "/none/usage"}
+        "GLM53_USAGE_FILE=/none/usage cannot be written", "Name a file in a folder", "gateway", env={"GLM53_USAGE_FILE": "/none/usage"}
     ),
     "usage on a full drive": Row(
         "0 MiB are free there; lines wait in memory", "Free space there", "gateway",
