@@ -34,6 +34,7 @@ from services.gateway.http_head import EVERYTHING
 from services.gateway.methods import ANY, allowed
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
+from services.gateway.plain_route import ShortWay
 from services.gateway.services import Services
 from services.gateway.settings import GatewaySettings
 from services.gateway.shared.bus import Bus
@@ -105,6 +106,7 @@ def create_app(
         app.include_router(module.router)
         services.metrics.serves(route.path for route in module.router.routes if isinstance(route, Route))
     # The last one added is the first one asked.
+    app.add_middleware(ShortWay, routes=routes.plain_routes, on_error=_on_error)
     app.add_middleware(
         AccessControl,
         keys=_finder(services),

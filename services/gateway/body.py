@@ -8,11 +8,13 @@ import json
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Receive
 
 from services.common.errors import Cancelled
 from services.gateway.beside import SMALL_BYTES, by_size, size_var
 from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
+from services.gateway.http_head import header_of
 from services.gateway.json_text import encodable
 from services.gateway.numbers import finite, place_of_infinity, refuse_constant, whole
 
@@ -31,10 +33,11 @@ async def read_json_object(request: Request, max_bytes: int, timeout_s: float) -
         RequestTimeout: it was not there after `timeout_s` seconds.
         InvalidJson: another content type, no body, no JSON, no object.
     """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    coding = (header_of(request.scope, b"content-encoding") or "identity").strip().lower()
     if coding not in ("", "identity"):
         raise UnsupportedEncoding(f"Content-Encoding is {coding[:80]!r}; send the body uncompressed.")
-    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    given = header_of(request.scope, b"content-type")
+    content_type = "application/json" if given is None else given.split(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise InvalidJson(f"Content-Type is {content_type[:80]!r}; send application/json.")
     data = await _read(request, max_bytes, timeout_s)
@@ -82,22 +85,38 @@ def _value_of(data: bytes) -> Any:
 
 
 async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    too_large = RequestTooLarge(f"The body is larger than {max_bytes} bytes (GLM53_MAX_BODY_BYTES).")
-    declared = request.headers.get("content-length", "")
+    declared = header_of(request.scope, b"content-length") or ""
     if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    data = bytearray()
+        raise _too_large(max_bytes)
+    is_pending = request.scope["state"].get("body_is_pending")
+    if is_pending is not None and not is_pending():
+        # All of it is here.
+        return await _received(request.receive, max_bytes)
     try:
         async with asyncio.timeout(timeout_s):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > max_bytes:
-                    raise too_large
-    except ClientDisconnect:
-        raise Cancelled("the client went away while it sent the request") from None
+            return await _received(request.receive, max_bytes)
     except TimeoutError:
         raise RequestTimeout(f"The body did not arrive within {timeout_s:g} s (GLM53_BODY_TIMEOUT_S).") from None
-    return bytes(data)
+
+
+async def _received(receive: Receive, max_bytes: int) -> bytes:
+    parts = []
+    left = max_bytes
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client went away while it sent the request")
+        part = message.get("body", b"")
+        left -= len(part)
+        if left < 0:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"The body is larger than {max_bytes} bytes (GLM53_MAX_BODY_BYTES).")
 
 
 def _refuse_unlike_numbers(data: bytes) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import httptools
+from starlette.types import Scope
 
 from services.gateway.errors import InvalidHttp, MethodNotAllowed, UnsupportedHttp
 
@@ -52,6 +53,14 @@ def check_head(method: bytes, version: str, headers: Sequence[tuple[bytes, bytes
                 raise InvalidHttp(f"The header {name.decode('latin-1')} stands twice, with two values.")
         elif name == b"transfer-encoding" and value.strip().lower() != b"chunked":
             raise UnsupportedHttp("Transfer-Encoding must be chunked.")
+
+
+def header_of(scope: Scope, name: bytes) -> str | None:
+    """The first header of a name, which is in lower case; None where there is none."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
 
 
 def origin_form(url: bytes) -> bytes:

@@ -22,9 +22,11 @@ from services.gateway.accept import services_of
 from services.gateway.access.keys import ApiKey
 from services.gateway.beside import by_size
 from services.gateway.errors import IdempotencyConflict
+from services.gateway.http_head import header_of
 from services.gateway.stores import stores_of
 
 HEADER = "Idempotency-Key"
+_HEADER_NAME = HEADER.lower().encode()
 _USABLE = re.compile(r"[\x21-\x7e]{1,255}\Z")
 _KEPT_S = 24 * 3600.0
 _POLL_S = 0.05
@@ -43,7 +45,7 @@ async def once(request: Request, body: dict[str, Any], answer: Callable[[], Awai
     Raises:
         IdempotencyConflict: the key belongs to another request, or the first one does not end.
     """
-    given = request.headers.get(HEADER)
+    given = header_of(request.scope, _HEADER_NAME)
     if given is None or body.get("stream") is True:
         return await answer()
     if not _USABLE.match(given):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import time
-import uuid
 from collections.abc import Callable
 
-from starlette.datastructures import Headers, MutableHeaders
+from prometheus_client import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import EngineFailed
@@ -17,6 +17,7 @@ from services.common.logs import request_id_var
 from services.common.trace_context import TRACEPARENT, checked, traceparent_var
 from services.gateway.drain import Traffic
 from services.gateway.error_shapes import response_for
+from services.gateway.http_head import header_of
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.turnstile import Turnstile
 
@@ -26,6 +27,7 @@ _BUG = "The server failed; its log has the reason under this request's id."
 # Requests that may begin in one round of the event loop.
 _PER_ROUND = 1
 _SLASHES = re.compile("//+")
+_TRACEPARENT = TRACEPARENT.encode()
 _USABLE_ID = re.compile(r"[A-Za-z0-9._:/@+=-]{1,128}\Z")
 
 
@@ -45,15 +47,15 @@ class RequestScope:
         self._traffic = traffic
         self._metrics = metrics
         self._turnstile = Turnstile(_PER_ROUND)
+        self._counts: dict[tuple[str, int], Counter] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        own_id = uuid.uuid4().hex
-        given_headers = Headers(scope=scope)
-        given = given_headers.get("x-request-id", "")
+        own_id = os.urandom(16).hex()
+        given = header_of(scope, b"x-request-id") or ""
         echoed = given if _USABLE_ID.match(given) else own_id
         state = scope.setdefault("state", {})
         state["request_id"] = own_id
@@ -70,15 +72,15 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = echoed
+                headers = [*message.get("headers", ()), (b"x-request-id", echoed.encode())]
                 if self._traffic.draining or body_is_pending():
                     # What is left of the body would be taken for the next request, or be read for nothing.
-                    headers["Connection"] = "close"
+                    headers.append((b"connection", b"close"))
+                message["headers"] = headers
             await send(message)
 
         token = request_id_var.set(echoed)
-        trace_token = traceparent_var.set(checked(given_headers.get(TRACEPARENT, "")))
+        trace_token = traceparent_var.set(checked(header_of(scope, _TRACEPARENT) or ""))
         began = time.monotonic()
         try:
             with self._traffic.request() if scope["method"] == "POST" else contextlib.nullcontext():
@@ -93,15 +95,16 @@ class RequestScope:
             request_id_var.reset(token)
             route = getattr(inner.get("route"), "path", "unknown")
             ended = 499 if status is None else status
-            self._metrics.responses.labels(route, str(ended)).inc()
+            self._count(route, ended)
             level = logging.INFO if scope["method"] == "POST" else logging.DEBUG
-            took_s = round(time.monotonic() - began, 3)
-            log.log(
-                level,
-                "%s %s %d",
-                scope["method"],
-                route,
-                ended,
-                extra={"request_id": echoed, "took_s": took_s, "own_id": own_id},
-            )
+            if log.isEnabledFor(level):
+                took_s = round(time.monotonic() - began, 3)
+                extra = {"request_id": echoed, "took_s": took_s, "own_id": own_id}
+                log.log(level, "%s %s %d", scope["method"], route, ended, extra=extra)
             traceparent_var.reset(trace_token)
+
+    def _count(self, route: str, status: int) -> None:
+        counter = self._counts.get((route, status))
+        if counter is None:
+            counter = self._counts[route, status] = self._metrics.responses.labels(route, str(status))
+        counter.inc()
