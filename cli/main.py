@@ -36,7 +36,7 @@ SERVE_FLAGS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("--max-rq-tokens",), "GLM53_MAX_RQ_TOKENS", "tokens of an answer that a GPU's cache pages are reserved for at admission"),
     (("-ambs",), "GLM53_STEP_STREAMS", "most streams in one pass of a GPU's decode step"),
     (("-chunk_size",), "GLM53_CHUNK_SIZE", "prefill chunk in tokens"),
-    (("-rcs",), "GLM53_PREFIX_CACHE_MB", "memory for states of earlier prompts, in GB here"),
+    (("-rcs",), "GLM53_PREFIX_CACHE_MB", "host memory for states of earlier prompts, in GB here"),
     (("--log-level",), "GLM53_LOG_LEVEL", "debug, info, warning or error"),
     (("--log-format",), "GLM53_LOG_FORMAT", "console or json"),
 )

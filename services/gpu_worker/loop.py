@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.common.trace_context import trace_id_of
-from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
+from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, Stream, chunk_end
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
 from services.gpu_worker.metrics import EngineMetrics
@@ -81,7 +81,9 @@ class EngineLoop:
         # Requests that gave their memory up, oldest first. They are older than all in the queue, so nobody is admitted before them.
         self._put_back: deque[Request] = deque()
         self._num_admitted = 0
-        self._prefixes = PrefixCache(limits.prefix_cache_bytes)
+        # Not a single snapshot fits: then none is made either.
+        too_large = backend.info.snapshot_bytes > limits.prefix_cache_bytes
+        self._prefixes = PrefixCache(0 if too_large else limits.prefix_cache_bytes)
         self._failures_in_a_row = 0
         self._num_cancelled = 0  # live requests that were cancelled and not yet ended
         self._tidied_at = 0.0
@@ -241,7 +243,7 @@ class EngineLoop:
             self._prefilling.append(request)
             if request.times.admitted is None:
                 self._note_admitted(request, now)
-            if not self.backend.extend(_stream(request), self._reserve(request)):
+            if not self._extend(_stream(request), self._reserve(request)):
                 # It was let in although it does not fit because nothing else runs: waiting would never end.
                 self._fail(request, EngineFailed("the context memory is too small for this request although nothing else uses it"))
 
@@ -254,6 +256,13 @@ class EngineLoop:
 
     def _fits(self, request: Request) -> bool:
         return self.num_running == 0 or self.backend.fits(self._reserve(request))
+
+    def _extend(self, stream: Stream, num_tokens: int) -> bool:
+        """Makes room for so many tokens in a stream. Kept states give theirs up for it, first those that were used longest ago."""
+        while not self.backend.extend(stream, num_tokens):
+            if not self._prefixes.make_room():
+                return False
+        return True
 
     def _reserve(self, request: Request) -> int:
         """Tokens that a request's stream has memory for from the start: the prompt, what was produced, and some of what may come."""
@@ -297,9 +306,9 @@ class EngineLoop:
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
         start, feed = request.num_prefilled, request.feed
         end = chunk_end(start, len(feed), size, self.backend.info.page_tokens)
-        # The last token goes alone: the state before it serves the same prompt again, and every longer one.
-        if start < len(feed) - 1 < end and self._prefixes.wants(request.spec.key_id, feed[:-1]):
-            end = len(feed) - 1
+        keep = self._kept_length(request)
+        if start < keep < end and self._prefixes.wants(request.spec.key_id, feed[:keep]):
+            end = keep
         chunk = feed[start:end]
         generation = self._generations[request.spec.request_id]
         scores = generation.wants_prompt_scores and request.times.prefilled is None
@@ -311,12 +320,23 @@ class EngineLoop:
         if request.times.prefilled is None and not self._tell_prefilled(request, start, logits):
             return True
         if request.num_prefilled < len(feed):
-            if request.num_prefilled == len(feed) - 1:
-                self._keep(request, feed[:-1])
+            if request.num_prefilled == keep:
+                self._keep(request, feed[:keep])
             self._prefilling.append(request)
             return True
         self._end_prefill(request, logits[-1])
         return True
+
+    def _kept_length(self, request: Request) -> int:
+        """Tokens of a request's feed after which the state is kept: it serves the same prompt again, and longer ones. 0 for nowhere.
+
+        Without pages that is before the last token, which then goes alone. With pages it is where the last full one ends, and chunks do
+        anyway; but a scored prompt is computed in other pieces than a prompt otherwise is, and so has other bits.
+        """
+        last, page = len(request.feed) - 1, self.backend.info.page_tokens
+        if not page:
+            return last
+        return last // page * page if request.spec.prompt_scores is None else 0
 
     def _tell_prefilled(self, request: Request, start: int, logits: Logits) -> bool:
         """Says how far the prompt is, with its scores; False when these cannot be told and the request has failed."""
@@ -363,7 +383,7 @@ class EngineLoop:
         The oldest one therefore always gets on, and with it, sooner or later, everybody.
         """
         for request in sorted(batch, key=lambda r: r.turn):
-            while request.stream is not None and not self.backend.extend(request.stream, request.stream.length + 1):
+            while request.stream is not None and not self._extend(request.stream, request.stream.length + 1):
                 self._give_up_memory(max([*self._prefilling, *self._decoding], key=lambda r: r.turn))
         return [request for request in batch if request.stream is not None]
 
@@ -422,7 +442,9 @@ class EngineLoop:
         for event in events:
             request.sink.put(event)
         if ending is not None:
-            self._keep(request, request.spec.prompt + tuple(request.output_ids[:-1]))
+            # Where chunks have an order of their own a state that single tokens made has other bits than a prompt's.
+            if not self.backend.info.page_tokens:
+                self._keep(request, request.spec.prompt + tuple(request.output_ids[:-1]))
             self._end(request, RequestState.FINISHED, ending.reason, ending.stop_string, ending.stop_token_id)
 
     def _end(
@@ -480,6 +502,7 @@ class EngineLoop:
     def _update_gauges(self) -> None:
         used, reserved = self.backend.memory_tokens
         self.metrics.set_gauges(self.num_queued, self.num_running, used, reserved)
+        self.metrics.set_kept(len(self._prefixes), self._prefixes.num_bytes)
 
 
 def _stream(request: Request):  # type: ignore[no-untyped-def]

@@ -51,6 +51,8 @@ class EngineMetrics:
         self._running = Gauge("glm53_running_requests", "Requests in prefill or decode.", registry=r)
         self._kv_used = Gauge("glm53_context_tokens_used", "Tokens of context that open streams hold.", registry=r)
         self._kv_reserved = Gauge("glm53_context_tokens_reserved", "Tokens of context that memory is reserved for.", registry=r)
+        self._kept_states = Gauge("glm53_kept_states", "States of earlier prompts and answers that are kept.", registry=r)
+        self._kept_bytes = Gauge("glm53_kept_state_bytes", "Memory that they take.", registry=r)
         self._kv_share = Gauge("glm53_context_usage_ratio", "Used of the reserved context tokens, 0..1.", registry=r)
         self._vllm = VllmMetrics(
             model_name,
@@ -96,6 +98,11 @@ class EngineMetrics:
             rate = (tokens - self._speed_tokens) / elapsed
             self._speed = rate if self._speed == 0.0 else (1 - _SPEED_WEIGHT) * self._speed + _SPEED_WEIGHT * rate
         self._speed_since, self._speed_tokens = now, tokens
+
+    def set_kept(self, states: int, num_bytes: int) -> None:
+        """Kept states now."""
+        self._kept_states.set(states)
+        self._kept_bytes.set(num_bytes)
 
     def end_step(self) -> None:
         """A step that computed something is over."""
@@ -158,6 +165,8 @@ class EngineMetrics:
             "running_requests": int(gauge_value(self._running)),
             "context_tokens_used": int(gauge_value(self._kv_used)),
             "context_tokens_reserved": int(gauge_value(self._kv_reserved)),
+            "kept_states": int(gauge_value(self._kept_states)),
+            "kept_state_bytes": int(gauge_value(self._kept_bytes)),
             "tokens_per_s": round(self._speed, 1),
         }
 
@@ -215,7 +224,8 @@ class TierCollector(Collector):
         "slots": ("glm53_expert_slots", "Slots.", 1, False),
         "slots_used": ("glm53_expert_slots_used", "Slots that hold a record.", 1, False),
         "cache_pages": ("glm53_cache_pages", "Pages of the GPU's key-value cache.", 1, False),
-        "cache_pages_free": ("glm53_cache_pages_free", "Of these, pages that no stream has taken or reserved.", 1, False),
+        "cache_pages_free": ("glm53_cache_pages_free", "Of these, pages that nobody has taken or reserved.", 1, False),
+        "cache_pages_kept": ("glm53_cache_pages_kept", "Of these, pages of kept states alone; they are given up when needed.", 1, False),
         "arena_bytes": ("glm53_arena_bytes", "Bytes of the arena.", 1, False),
     }
 

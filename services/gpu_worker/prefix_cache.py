@@ -1,7 +1,8 @@
 """Remembers the state of streams after a prompt or an answer, so that the next turn of a conversation computes only what is new.
 
 Linear attention cannot be rolled back, so a state is useful only where its whole token sequence is the beginning of a new prompt.
-States are kept at two points where that happens: just before a prompt's last token, and at the end of an answer. Keys (who asks) do not
+States are kept at two points where that happens: just before a prompt's last token, and at the end of an answer; or, on a GPU, at the end
+of the last page that a prompt fills. Keys (who asks) do not
 share states: how long an answer takes must not tell what others asked. Results do not change: a kept state has the bits that computing
 it again gives.
 """
@@ -49,6 +50,7 @@ class PrefixCache:
     def keep(self, key_id: str, tokens: tuple[int, ...], snapshot: Snapshot) -> None:
         """Keeps a state; the longest unused ones make room."""
         if snapshot.num_bytes > self._max_bytes:
+            snapshot.release()
             return
         place = _place(key_id, tokens)
         self._drop(place)
@@ -56,6 +58,14 @@ class PrefixCache:
         self.num_bytes += snapshot.num_bytes
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._states)))
+
+    def make_room(self) -> bool:
+        """Gives up one state that holds memory which streams can use, of these the one that was used longest ago; False when none does."""
+        place = next((place for place, kept in self._states.items() if kept.snapshot.holds_memory), None)
+        if place is None:
+            return False
+        self._drop(place)
+        return True
 
     def find(self, key_id: str, prompt: tuple[int, ...]) -> KeptState | None:
         """The state of the longest kept beginning of a prompt; at least one token of the prompt is always left to compute."""
@@ -72,6 +82,7 @@ class PrefixCache:
         kept = self._states.pop(place, None)
         if kept is not None:
             self.num_bytes -= kept.snapshot.num_bytes
+            kept.snapshot.release()
 
 
 def _place(key_id: str, tokens: tuple[int, ...]) -> tuple[str, int, int]:

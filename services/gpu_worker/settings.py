@@ -118,7 +118,7 @@ class GpuWorkerSettings(ServiceSettings):
         validation_alias="GLM53_PREFIX_CACHE_MB",
         ge=0,
         le=1_000_000,
-        description="Memory for states of earlier prompts and answers, MiB; the next turn computes only what is new. 0: off.",
+        description="Host memory for states of earlier prompts (on the CPU answers too), MiB: the next turn computes what is new. 0: off.",
     )
     load_threads: int = Field(
         0,

@@ -38,6 +38,19 @@ def test_no_placement_changes_a_bit(tmp_path: Path) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("admission", ["between_steps", "in_step"])
+def test_a_kept_state_changes_no_bit(tmp_path: Path, admission: str) -> None:
+    """A stream that continues one has the logits of a stream that computed it all; a prompt that is asked again has the same answer."""
+    out = tmp_path / "kept.json"
+    command = [sys.executable, "-m", "bench.gpu_kept", "--admission", admission, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    result = json.loads(out.read_text())
+    assert result["summary"]["bit_exact"] is True
+    assert sum(row.get("cached", 0) for row in result["rows"]) > 0
+
+
+@needs_gpu
 def test_the_whole_stack_answers_on_the_gpu() -> None:
     """Gateway, worker and slots: plain, streamed and seeded answers, log-probabilities."""
     done = subprocess.run([sys.executable, "-m", "bench.gpu_serve"], cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)

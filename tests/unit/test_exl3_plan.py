@@ -49,6 +49,8 @@ def test_what_is_counted_where(tmp_path: Path) -> None:
     sizes = {name: checkpoint.files.entry(name).num_bytes for name in checkpoint.files.names}
     embedding = sizes.pop("model.language_model.embed_tokens.weight")
     assert need.host == plan.HOST_BYTES + embedding
+    assert need.kept == 64 * MIB
+    assert plan.need_of(checkpoint, shapes, GpuWorkerSettings.load({"GLM53_PREFIX_CACHE_MB": "0"})).kept == 0
     left_out = sum(size for name, size in sizes.items() if ".experts." in name or "visual" in name or ".layers.3." in name)
     assert left_out > 0
     assert need.weights == sum(sizes.values()) - left_out
@@ -60,7 +62,7 @@ def test_a_machine_that_has_it_all_is_not_refused() -> None:
     text = "\n".join(plan.lines(NEED, ENOUGH))
     parts = (
         "107.0 GiB records of 12096 experts",
-        "4.00 GiB beside",
+        "4.00 GiB beside them, 0.00 GiB for kept states",
         "120.0 GiB can be had, 110.0 GiB of it in shared",
         "6.00 GiB weights",
         "2.00 GiB key-value",
@@ -87,6 +89,19 @@ def test_what_is_short_is_named_with_the_plan(short: dict[str, int], told: str, 
         plan.refuse(NEED, dataclasses.replace(ENOUGH, **short), forced=False)
     assert refused.value.param == param
     assert refused.value.message.count("plan: ") == 3
+
+
+def test_kept_states_are_planned_and_told() -> None:
+    """They count to what host memory must hold; a budget for less than one says so and what it means."""
+    need = dataclasses.replace(NEED, kept=8 * GIB)
+    with pytest.raises(ConfigError, match=r"118\.0 GiB of host memory can be had, 119\.0 GiB are needed: .*GLM53_PREFIX_CACHE_MB"):
+        plan.refuse(need, dataclasses.replace(ENOUGH, memory=118 * GIB), forced=False)
+    one = plan.state_bytes(flash(), 1)
+    assert 140 * MIB < one < 150 * MIB
+    assert "none, GLM53_PREFIX_CACHE_MB=64 is less than one (one takes 14" in plan.kept_states(one, 64)
+    assert plan.kept_states(100 * MIB, 1024) == "kept states: at most 10 (GLM53_PREFIX_CACHE_MB=1024; one takes 100.0 MiB)"
+    assert plan.kept_states(one, 0).startswith("kept states: none (GLM53_PREFIX_CACHE_MB=0")
+    assert "as many as there are pages" in plan.kept_states(0, 1)
 
 
 def test_a_small_gpu_can_be_forced_but_not_past_what_it_has() -> None:

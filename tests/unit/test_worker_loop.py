@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,12 @@ class FakeStream:
         self.ids = list(ids)
         self.num_bytes = 100
         self.room = 0
+        self.released = False
+        self.holds_memory = True
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
 
     @property
     def length(self) -> int:
@@ -186,6 +192,13 @@ class Bench:
         request = Request(RequestSpec(name, tuple(prompt), params, key, Priority.NORMAL, timeout_s, scores), reader)
         self.loop.submit(request)
         return request, reader
+
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(1000):
+            if condition():
+                return
+            self.loop.step()
+        raise AssertionError("it does not come to that")
 
     def run(self) -> None:
         for _ in range(1000):
@@ -551,8 +564,7 @@ def test_a_request_reserves_its_prompt_and_part_of_its_answer() -> None:
     bench.loop.step()
     assert [stream.room for stream in bench.backend.open] == [18, 13]
     assert (bench.loop.num_running, bench.loop.num_queued) == (2, 1)
-    while len(bench.backend.open) == 2:
-        bench.loop.step()
+    bench.step_until(lambda: len(bench.backend.open) != 2)
     bench.loop.step()
     assert bench.backend.open[-1].room == 28
 
@@ -611,7 +623,7 @@ def test_the_oldest_keeps_its_memory() -> None:
     young, _ = bench.submit("young", prompt=[2] * 24, max_tokens=10, ignore_eos=True)
     late, _ = bench.submit("late", prompt=[3] * 20, max_tokens=1)
     states = []
-    while not old.done:
+    for _ in range(100):
         bench.loop.step()
         states.append((old.state, young.state, late.state))
     assert all(state in (RequestState.DECODE, RequestState.FINISHED) for state, _, _ in states)
@@ -629,8 +641,7 @@ def test_scores_of_a_prompt_that_was_put_back_come_once() -> None:
     bench.loop.step()
     prompt = [i % 40 for i in range(40)]
     request, reader = bench.submit("scored", prompt=prompt, max_tokens=0, scores=PromptScores(1, 1))
-    while request.num_lost == 0:
-        bench.loop.step()
+    bench.step_until(lambda: request.num_lost > 0)
     assert 0 < request.num_lost < len(prompt)
     bench.run()
     scored = [token.token_id for event in reader.events if isinstance(event, PrefillProgress) for token in event.prompt_tokens]
@@ -645,8 +656,7 @@ def test_what_was_put_back_can_be_cancelled_and_fails_with_the_loop() -> None:
         bench.submit("old", prompt=[1] * 8, max_tokens=10**6, ignore_eos=True)
         bench.loop.step()
         young, reader = bench.submit("young", prompt=[2] * 20, max_tokens=10, ignore_eos=True)
-        while young.num_lost == 0:
-            bench.loop.step()
+        bench.step_until(lambda: young.num_lost > 0)  # noqa: B023 - called at once
         assert bench.loop.num_queued == 1
         if how == "cancel":
             bench.loop.cancel("young")

@@ -34,6 +34,7 @@ class BackendInfo:
     arena: str  # "loaded" or "re-attached", with its reason
     chunk_size: int = 0  # prompt tokens of one pass; 0: what the settings say
     page_tokens: int = 0  # chunks end where pages of so many tokens do, and a prompt's last token goes alone; 0: anywhere
+    snapshot_bytes: int = 0  # memory of one snapshot where all take the same; 0: it grows with the stream
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,16 @@ class Snapshot(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory that it takes beside the streams'."""
+        ...
+
+    @property
+    def holds_memory(self) -> bool:
+        """True when releasing it gives streams memory that they do not have yet."""
+        ...
+
+    def release(self) -> None:
+        """Gives up what it holds of the streams' memory. Called once; no stream is opened from it afterwards."""
         ...
 
 
@@ -107,7 +117,10 @@ class Backend(Protocol):
         ...
 
     def fits(self, num_tokens: int) -> bool:
-        """True when a stream of so many tokens can be opened now and has all its memory at once."""
+        """True when a stream of so many tokens can be opened now and has all its memory at once.
+
+        What only snapshots hold counts as free: the engine releases them where `extend` finds too little.
+        """
         ...
 
     def open_stream(self, snapshot: Snapshot | None = None) -> Stream:
@@ -123,7 +136,7 @@ class Backend(Protocol):
         ...
 
     def snapshot(self, stream: Stream) -> Snapshot | None:
-        """A copy of the stream's state, or None when this backend has no use for it."""
+        """The stream's state as it is now, or None where this backend cannot continue from it (in the middle of a page)."""
         ...
 
     def close_stream(self, stream: Stream) -> None:

@@ -72,6 +72,14 @@ class StreamState:
         twin.latents[:, :used] = self.latents[:, :used]
         return twin
 
+    @property
+    def holds_memory(self) -> bool:
+        """Nothing that streams lack: each has memory of its own."""
+        return False
+
+    def release(self) -> None:
+        """Nothing to do: a copy's memory is its own."""
+
     def reserve(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` more tokens.
 

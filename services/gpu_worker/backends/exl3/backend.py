@@ -53,6 +53,41 @@ class GpuStream:
         self.length = 0
 
 
+class KeptState:
+    """A stream at a page's end: its pages stay in the cache, its recurrent state lies in host memory.
+
+    Args:
+        table: whose pages they are.
+        pages: full ones.
+        state: what exllamav3 copied of the recurrent state, or None where the model has none.
+    """
+
+    def __init__(self, table: PageTable, pages: list[int], state: dict[Any, Any] | None) -> None:
+        table.keep(pages)
+        self._table = table
+        self.pages, self.state = pages, state
+
+    @property
+    def length(self) -> int:
+        """Tokens that it holds."""
+        return len(self.pages) * PAGE_TOKENS
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the recurrent state."""
+        return int(self.state["checkpoint_size"]) if self.state is not None else 0
+
+    @property
+    def holds_memory(self) -> bool:
+        """True while nobody else holds its last page."""
+        return self._table.only_kept(self.pages[-1])
+
+    def release(self) -> None:
+        """Lets go of pages and state."""
+        self._table.let_go(self.pages)
+        self.pages, self.state = [], None
+
+
 class Exl3Backend:
     """Serves a loaded model.
 
@@ -108,17 +143,18 @@ class Exl3Backend:
         return sum(s.length for s in streams), sum(len(s.pages) for s in streams) * PAGE_TOKENS
 
     def fits(self, num_tokens: int) -> bool:
-        """True when a stream is free, and so are pages for all its tokens."""
-        return self.streams_free > 0 and pages_for(num_tokens) <= self._pages.num_free
+        """True when a stream is free, and pages for all its tokens are held by no stream."""
+        return self.streams_free > 0 and pages_for(num_tokens) <= self._pages.num_spare
 
     @_on_device
     def open_stream(self, snapshot: Snapshot | None = None) -> GpuStream:
-        """Opens an empty stream. There are no snapshots to continue."""
-        if snapshot is not None:
-            raise RuntimeError("this backend makes no snapshots")
+        """Opens an empty stream, or one that continues a kept state: it reads the state's pages and adds its own."""
         if self.streams_free <= 0:
             raise RuntimeError(f"all {self.info.max_streams} streams are open")
-        stream = GpuStream(self._cache.get_new_state() if self._recurrent else None)
+        kept = cast("KeptState | None", snapshot)
+        stream = GpuStream(self._new_state(kept) if self._recurrent else None)
+        if kept is not None:
+            stream.pages, stream.length = self._pages.share(kept.pages), kept.length
         self._open[id(stream)] = stream
         return stream
 
@@ -130,9 +166,16 @@ class Exl3Backend:
             return False
         return True
 
-    def snapshot(self, stream: Stream) -> None:
-        """None: a recurrent state can only be kept together with a whole number of pages, which the engine does not ask for."""
-        del stream
+    def _new_state(self, kept: KeptState | None) -> Any:
+        return self._cache.get_new_state() if kept is None else self._cache.new_from_stashed(kept.state, kept.length)
+
+    @_on_device
+    def snapshot(self, stream: Stream) -> KeptState | None:
+        """The state at a page's end; None elsewhere, where its last page would still be written to. Waits for the device."""
+        mine = cast("GpuStream", stream)
+        if not mine.length or mine.length % PAGE_TOKENS:
+            return None
+        return KeptState(self._pages, mine.pages[: pages_for(mine.length)], mine.state.stash() if mine.state is not None else None)
 
     @_on_device
     def close_stream(self, stream: Stream) -> None:
@@ -228,12 +271,18 @@ class Exl3Backend:
         """Raises RuntimeError when streams or pages are held although no stream should be open."""
         if self._open:
             raise RuntimeError(f"{len(self._open)} streams are open although no request runs: their memory leaked")
-        if self._pages.num_free != self._pages.num_pages:
-            raise RuntimeError(f"{self._pages.num_pages - self._pages.num_free} cache pages are held by no stream")
+        if self._pages.num_spare != self._pages.num_pages:
+            raise RuntimeError(f"{self._pages.num_pages - self._pages.num_spare} cache pages are taken although no stream is open")
 
     def stats(self) -> dict[str, Any]:
         """Counters of the experts, and the cache's pages."""
-        return {**self.experts.stats(), "cache_pages": self._pages.num_pages, "cache_pages_free": self._pages.num_free}
+        pages = self._pages
+        return {
+            **self.experts.stats(),
+            "cache_pages": pages.num_pages,
+            "cache_pages_free": pages.num_free,
+            "cache_pages_kept": pages.num_kept,
+        }
 
     def verify(self) -> VerifyReport:
         """Re-reads every record and slot."""

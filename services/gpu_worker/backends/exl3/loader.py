@@ -118,9 +118,9 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         arena=arena_reason,
         chunk_size=chunk,
         page_tokens=PAGE_TOKENS,
+        snapshot_bytes=plans.state_bytes(checkpoint.config, 1),
     )
-    if settings.is_set("prefix_cache_mb") and settings.prefix_cache_mb:
-        log.warning("GLM53_PREFIX_CACHE_MB has no effect on a GPU: states are not kept for the next turn there")
+    log.info("%s", plans.kept_states(info.snapshot_bytes, settings.prefix_cache_mb))
     return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
 
 

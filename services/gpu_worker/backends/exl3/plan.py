@@ -39,6 +39,7 @@ class Need:
         reserve: VRAM that slots leave free.
         slot: one expert in VRAM.
         records: experts.
+        kept: host memory for states of earlier prompts; 0 where not one fits into GLM53_PREFIX_CACHE_MB.
     """
 
     arena: int
@@ -49,6 +50,7 @@ class Need:
     reserve: int
     slot: int
     records: int
+    kept: int = 0
 
     @property
     def vram(self) -> int:
@@ -92,6 +94,7 @@ def need_of(checkpoint: Checkpoint, shapes: Sequence[ExpertShape], settings: Gpu
         reserve=int(settings.ec_reserve_gb * GIB),
         slot=stride,
         records=records,
+        kept=settings.prefix_cache_mb * MIB if state_bytes(config, 1) <= settings.prefix_cache_mb * MIB else 0,
     )
 
 
@@ -117,6 +120,21 @@ def state_bytes(config: TextConfig, streams: int) -> int:
     return layers * streams * (heads * dim * dim * _KDA_STATE_BYTES + 3 * heads * dim * config.linear_conv_kernel_dim * _HALF)
 
 
+def kept_states(state: int, prefix_cache_mb: int) -> str:
+    """How many states of earlier prompts GLM53_PREFIX_CACHE_MB holds, in words.
+
+    Args:
+        state: bytes of one.
+    """
+    each = f"one takes {state / MIB:.1f} MiB"
+    if not prefix_cache_mb:
+        return f"kept states: none (GLM53_PREFIX_CACHE_MB=0; {each})"
+    if state > prefix_cache_mb * MIB:
+        return f"kept states: none, GLM53_PREFIX_CACHE_MB={prefix_cache_mb} is less than one ({each}): every turn computes its whole prompt"
+    count = f"at most {prefix_cache_mb * MIB // state}" if state else "as many as there are pages"
+    return f"kept states: {count} (GLM53_PREFIX_CACHE_MB={prefix_cache_mb}; {each})"
+
+
 def read_machine(settings: GpuWorkerSettings, vram_free: int, vram_total: int) -> Machine:
     """This machine now."""
     seen = memory.read()
@@ -140,7 +158,8 @@ def lines(need: Need, machine: Machine) -> Iterator[str]:
     """The plan for people, one fact a line."""
     slots = max(0, (machine.vram_free - need.vram) // need.slot)
     yield (
-        f"host memory: {_gib(need.arena)} records of {need.records} experts (pinned), {_gib(need.host)} beside them; "
+        f"host memory: {_gib(need.arena)} records of {need.records} experts (pinned), {_gib(need.host)} beside them, "
+        f"{_gib(need.kept)} for kept states; "
         f"{_gib(machine.memory + machine.arena_there)} can be had, {_gib(machine.shm + machine.arena_there)} of it in shared memory"
     )
     yield (
@@ -185,9 +204,10 @@ def _problem(need: Need, machine: Machine, *, forced: bool) -> tuple[str, str]:
             f"(--shm-size={mib}m, or sizeLimit of the memory volume)",
             "GLM53_SHM_DIR",
         )
-    if need.arena + need.host > memory_there:
+    if need.arena + need.host + need.kept > memory_there:
         return (
-            f"{_gib(memory_there)} of host memory can be had, {_gib(need.arena + need.host)} are needed: free memory, or raise the limit",
+            f"{_gib(memory_there)} of host memory can be had, {_gib(need.arena + need.host + need.kept)} are needed: free memory, "
+            "raise the limit, or lower GLM53_PREFIX_CACHE_MB",
             "GLM53_SHM_DIR",
         )
     return "", ""
