@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import fast_figures, gpu_exact_slice, routing_trace, slice_rates
+from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint, slice_ours, slice_rates
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, TINY, Results, fidelity
 from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
@@ -118,8 +118,8 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
         return
     prepare(results)
     loaded, checkpoint = load_slice(args.layers)
-    trace = routing_trace.make(0, args.warm + args.steps, streams=8, depths=gpu_exact_slice.depths_of(args.layers))
-    routing = gpu_exact_slice.ForcedRouting(loaded, trace)
+    trace = routing_trace.make(0, args.warm + args.steps, streams=8, depths=slice_ours.depths_of(args.layers))
+    routing = slice_ours.ForcedRouting(loaded, trace)
     lanes_of = {threads: LaneProcess("slice", SHM, threads) for threads in (args.threads, 2)}
     rig = GpuRig(loaded, routing_trace.TOP_K, checkpoint.config.vocab_size, "slice", lanes_of[args.threads], deadline, SHM)
     results.kept.note(record_bytes=loaded.records.stride, layers=args.layers)
@@ -163,7 +163,7 @@ class Watch:
 
 
 def measure_resident(
-    rig: GpuRig, results: Results, routing: gpu_exact_slice.ForcedRouting, args: argparse.Namespace, watch: Watch
+    rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting, args: argparse.Namespace, watch: Watch
 ) -> dict[int, float]:
     """Every expert in VRAM: what the bound begins with, rates, the way to the host and back. Streams -> milliseconds a step."""
     exact = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
@@ -177,7 +177,7 @@ def measure_resident(
                 "dram_gb_s": slice_rates.read_rate(rig.loaded, args.threads),
             }
             results.kept.note(**{name: round(value / 1e9, 2) for name, value in rates.items()})
-            gpu_exact_slice.decode(backend, routing, 1, 0, 30, rig.deadline)  # compiles
+            slice_ours.decode(backend, routing, 1, 0, 30, rig.deadline)  # compiles
             measure(results, backend, routing, exact, args, rig.deadline, {}, (1,), watch=watch)
     trip = {"part": "speed", "name": fast_figures.ROUND_TRIP}
     if not (results.done(**trip) and all(results.done(**key_of(ours, n)) for n in streams)):
@@ -187,7 +187,7 @@ def measure_resident(
     # What follows is of a card of 24 GB: the many slots go back to the driver, and so much again is refused.
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(loader.DEVICE)[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gpu_exact_slice.CARD_MIB * 2**20 / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, slice_ours.CARD_MIB * 2**20 / total))
     watch.take(exact)
     return {n: results.row(**key_of(ours, n))["ms"] for n in streams if results.done(**key_of(ours, n))}
 
@@ -195,7 +195,7 @@ def measure_resident(
 def measure_setting(
     rig: GpuRig,
     results: Results,
-    routing: gpu_exact_slice.ForcedRouting,
+    routing: slice_ours.ForcedRouting,
     one: Measured,
     args: argparse.Namespace,
     resident: dict[int, float],
@@ -229,25 +229,25 @@ def measure_setting(
 def load_slice(num_layers: int) -> tuple[loader.Loaded, Checkpoint]:
     """The slice as bench.gpu_exact_slice makes it; what an earlier run left is taken over."""
     if not (SLICE / "model-head.safetensors").exists():
-        gpu_exact_slice.write_checkpoint(SLICE, num_layers)
+        slice_ours.write_checkpoint(SLICE, num_layers)
     checkpoint = Checkpoint(SLICE)
     path = Path(segments.arena_path(SHM, "slice"))
     if any(SLICE.glob("*-experts.safetensors")):
-        arena, shapes, _ = gpu_exact_slice.fill_arena(checkpoint, path)
+        arena, shapes, _ = slice_ours.fill_arena(checkpoint, path)
     else:
         limit = checkpoint.config.swiglu_limit
         shapes = [
-            ExpertShape.create(gpu_exact_slice.HIDDEN, gpu_exact_slice.INTER, gpu_exact_slice.BITS, act_limit=limit)
+            ExpertShape.create(slice_checkpoint.HIDDEN, slice_checkpoint.INTER, slice_checkpoint.BITS, act_limit=limit)
             for _ in range(num_layers)
         ]
-        arena = gpu_exact_slice.open_arena(path, shapes)
+        arena = slice_ours.open_arena(path, shapes)
     return loader.load_model(checkpoint, arena, shapes, cache_tokens=16_384, max_streams=8, chunk=2048), checkpoint
 
 
 def measure(
     results: Results,
     backend: Exl3Backend,
-    routing: gpu_exact_slice.ForcedRouting,
+    routing: slice_ours.ForcedRouting,
     setting: Setting,
     args: argparse.Namespace,
     deadline: float,
@@ -258,7 +258,7 @@ def measure(
     """Rows for one setting."""
     for streams in streams_measured:
         before = backend.stats()
-        row = gpu_exact_slice.decode(backend, routing, streams, args.warm, args.steps, deadline)
+        row = slice_ours.decode(backend, routing, streams, args.warm, args.steps, deadline)
         stats = backend.stats()
         row |= {"link_derate": setting.link_derate, **setting.facts}
         if setting.fast:
@@ -313,9 +313,9 @@ def time_of_a_round_trip(backend: Exl3Backend, rounds: int = 200) -> dict[str, f
         return {}
     device = torch.device("cuda")
     selected = torch.arange(routing_trace.TOP_K, device=device)[None].contiguous()
-    x = torch.zeros((1, gpu_exact_slice.HIDDEN), dtype=torch.float16, device=device)
+    x = torch.zeros((1, slice_checkpoint.HIDDEN), dtype=torch.float16, device=device)
     weights = torch.zeros((1, routing_trace.TOP_K), dtype=torch.float16, device=device)
-    out, shape = torch.zeros((1, gpu_exact_slice.HIDDEN), device=device), backend.experts._records.shapes[0]
+    out, shape = torch.zeros((1, slice_checkpoint.HIDDEN), device=device), backend.experts._records.shapes[0]
     planned = backend.stats()["plan_us"]
     whole, alone = [], []
     for _ in range(rounds):

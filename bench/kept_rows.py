@@ -21,18 +21,20 @@ class Rows:
     Args:
         state: the file that the next command goes on with; of another boot it is begun anew.
         out: the result file.
-        started: bench.report.start()'s.
+        started: bench.report.start()'s; None: that of the command which wrote last.
         summarise: figures from rows and facts.
     """
 
-    def __init__(self, state: Path, out: Path, started: Row, summarise: Callable[[dict[str, Row], Row], Row]) -> None:
-        self._state, self._out, self._started, self._summarise = state, out, started, summarise
+    def __init__(self, state: Path, out: Path, started: Row | None, summarise: Callable[[dict[str, Row], Row], Row]) -> None:
+        self._state, self._out, self._summarise = state, out, summarise
+        self._started: Row = started or {}
         self.rows: dict[str, Row] = {}
         self.facts: Row = {"boot_id": boot_id()}
         with contextlib.suppress(OSError, ValueError, KeyError):
             document = json.loads(state.read_text())
             if document["facts"]["boot_id"] == self.facts["boot_id"]:
                 self.rows, self.facts = document["rows"], document["facts"]
+                self._started = started or document["started"]
 
     def put(self, name: str, row: Row) -> None:
         """Notes a row and saves all of them."""
@@ -57,7 +59,7 @@ class Rows:
         """Writes state and result."""
         self._state.parent.mkdir(parents=True, exist_ok=True)
         part = self._state.with_name(self._state.name + ".part")
-        part.write_text(json.dumps({"rows": self.rows, "facts": self.facts}, indent=1))
+        part.write_text(json.dumps({"rows": self.rows, "facts": self.facts, "started": self._started}, indent=1))
         os.replace(part, self._state)
         rows = [{"name": name, **row} for name, row in self.rows.items()]
         with contextlib.redirect_stdout(io.StringIO()):

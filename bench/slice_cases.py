@@ -53,7 +53,7 @@ class Case:
     """One measurement.
 
     `what` is decode of so many streams (C1, C2, ...; C1@32k: behind a long context), prefill8k or prefill32k, a trace of its own (drift,
-    scan; one stream), or modules: enqueue and busy time of each kind of module.
+    scan; one stream), modules: enqueue and busy time of each kind of module, or alternate: long prefills and decodes in turns.
     """
 
     side: str  # ours, stock, stock_resident
@@ -68,10 +68,10 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """decode, prefill, trace or modules."""
+        """decode, prefill, trace, modules or alternate."""
         if self.what.startswith("prefill"):
             return "prefill"
-        return {"drift": "trace", "scan": "trace", "modules": "modules"}.get(self.what, "decode")
+        return {"drift": "trace", "scan": "trace", "modules": "modules", "alternate": "alternate"}.get(self.what, "decode")
 
     @property
     def long(self) -> bool:
@@ -109,6 +109,7 @@ _ORDER = (
     ("between_steps", "C4@32k C2@32k C8@32k"),
     ("resident", "C2@32k C8@32k"),
     ("in_place", "C1"),
+    ("between_steps", "alternate"),
 )
 _STOCK_ORDER = {"stock": "C1 C4 C2 C1@32k", "stock_resident": "C1 C2 C4 prefill8k C1@32k prefill32k"}
 _PREFILL_S = {"prefill8k": 4.0, "prefill32k": 10.0}
@@ -121,6 +122,8 @@ def _expected_s(mode: str, what: str, steps: int) -> float:
         return _PREFILL_S[what]
     if what == "modules":
         return 3.0
+    if what == "alternate":
+        return 30.0  # it takes what time there is
     case = Case("", mode, what, 0.0)
     return 1 + steps * _EXPECTED_MS[mode][case.streams] / 1000 + (2.0 if what == "scan" else 0.0)
 
@@ -324,6 +327,9 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     summary["step_over_bound_half_link"] = ratio(ms("ours/in_step_half_link/C1"), derated)
     modules = rows.get("ours/resident/modules", {})
     summary |= {"resident_enqueue_ms": modules.get("enqueue_ms"), "resident_busy_ms": modules.get("busy_ms")}
+    summary["resident_modules"] = {row["module"]: [row["enqueue_us"], row["busy_us"]] for row in modules.get("modules", ())} or None
+    turns = rows.get("ours/between_steps/alternate", {})
+    summary |= {"alternations": turns.get("rounds"), "alternations_equal": turns.get("equal")}
     ours = [row for name, row in rows.items() if name.startswith(("ours/in_step", "ours/between_steps"))]
     summary["ram_extra_gib"] = max((row["ram_extra_gib"] for row in ours if row.get("ram_extra_gib") is not None), default=None)
     summary["vram_peak_gib"] = max((round(row["vram_peak_mib"] / 1024, 2) for row in ours if row.get("vram_peak_mib")), default=None)

@@ -33,6 +33,8 @@ class DryEngine:
         if case.kind == "modules":
             modules = [{"module": "TransformerBlock", "calls": self._layers, "enqueue_us": 4800.0, "busy_us": 700.0}]
             return {"steps": self._steps, "ms": 5.9, "enqueue_ms": 4.8, "busy_ms": 0.7, "beside_the_modules_ms": 1.1, "modules": modules}
+        if case.kind == "alternate":
+            return {"rounds": 50, "wanted": 50, "equal": True, "different": 0, "s": 200.0, "steps": 200}
         row = self._decode(case.streams)
         if self._mode is not None and self._mode.link_derate > 1:
             row["ms"] = round(1.1 * (0.4 * self._layers + row["missed_mib_per_step"] * 2**20 / (LINK_GB_S / 2 * 1e9) * 1000), 3)

@@ -24,6 +24,7 @@ from bench import (
     slice_cases,
     slice_checkpoint,
     slice_machine,
+    slice_ours,
     slice_stock,
     slice_traces,
 )
@@ -106,7 +107,7 @@ def rows_in(tmp_path: Path) -> Rows:
 
 
 def trace_of(layers: int) -> np.ndarray:
-    return routing_trace.make(0, 8, streams=8, depths=gpu_exact_slice.depths_of(layers))
+    return routing_trace.make(0, 8, streams=8, depths=slice_ours.depths_of(layers))
 
 
 def test_a_broken_mode_leaves_its_rows_and_the_others_go_on(tmp_path: Path) -> None:
@@ -289,10 +290,12 @@ class FakeStore:
 
 
 class FakeBackend:
+    drifting: ClassVar[bool] = False  # each prefill has other bits
+
     def __init__(self, _model: Any, _cache: Any, store: FakeStore, records: Any, _replacements: Any, info: Any) -> None:
         self.experts, self.info, self.open, self.rows = types.SimpleNamespace(_records=records), info, 0, 0
         self._model, self._pages = _model, types.SimpleNamespace(grow=lambda pages, tokens: pages.extend(range(-(-tokens // 256))))
-        self.contexts: list[int] = []
+        self.prefills = 0
 
     def open_stream(self) -> Any:
         self.open += 1
@@ -301,16 +304,19 @@ class FakeBackend:
     def close_stream(self, _stream: object) -> None:
         self.open -= 1
 
-    def prefill(self, _stream: object, ids: list[int], *, all_logits: bool) -> None:
+    def prefill(self, _stream: object, ids: list[int], *, all_logits: bool) -> np.ndarray:
         assert not all_logits
         assert ids
+        self.prefills += 1
+        return np.full(4, self.prefills if self.drifting else 0, np.float32)
 
-    def decode(self, streams: list[Any], tokens: list[int]) -> None:
+    def decode(self, streams: list[Any], tokens: list[int]) -> np.ndarray:
         assert len(streams) == len(tokens) == self.open
         assert all(len(stream.pages) == -(-stream.length // 256) for stream in streams)
         self.rows += len(tokens)
         for module, _, _ in self._model.fwd_modules:
             module.forward(1)
+        return np.zeros(4, np.float32)
 
     def stats(self) -> dict[str, int]:
         return {
@@ -363,7 +369,7 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(slice_checkpoint, "HIDDEN", 256)
     monkeypatch.setattr(slice_checkpoint, "INTER", 128)
     slice_checkpoint.write_experts_only(tmp_path / "m", 1, experts)
-    monkeypatch.setattr(gpu_exact_slice, "SHM", str(tmp_path))
+    monkeypatch.setattr(slice_ours, "SHM", str(tmp_path))
     events: list[Any] = []
     keys = torch.zeros(64)
 
@@ -387,9 +393,9 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             replacements=types.SimpleNamespace(undo=lambda: events.append("undone")),
         )  # fmt: skip
 
-    monkeypatch.setattr(gpu_exact_slice.loader, "load_model", load_model)
-    monkeypatch.setattr(gpu_exact_slice.loader, "make_store", lambda loaded, count, *_more: FakeStore(loaded, count, events))
-    monkeypatch.setattr(gpu_exact_slice, "Exl3Backend", FakeBackend)
+    monkeypatch.setattr(slice_ours.loader, "load_model", load_model)
+    monkeypatch.setattr(slice_ours.loader, "make_store", lambda loaded, count, *_more: FakeStore(loaded, count, events))
+    monkeypatch.setattr(slice_ours, "Exl3Backend", FakeBackend)
     for name, value in {
         "mem_get_info": lambda _d: (50 << 30, 96 << 30),
         "memory_allocated": lambda: 1 << 30,
@@ -399,19 +405,23 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "Event": FakeEvent,
         "_sleep": lambda cycles: events.append(("sleep", cycles)),
     }.items():
-        monkeypatch.setattr(gpu_exact_slice.torch.cuda, name, value)
-    monkeypatch.setattr(gpu_exact_slice, "Nvml", lambda: types.SimpleNamespace(used=lambda: 3 << 30))
+        monkeypatch.setattr(slice_ours.torch.cuda, name, value)
+    monkeypatch.setattr(slice_ours, "Nvml", lambda: types.SimpleNamespace(used=lambda: 3 << 30))
     monkeypatch.setattr(routing_trace, "SLOT_SHARE", 1.0)
     args = gpu_exact_slice.parser().parse_args(
         ["ours", "--folder", str(tmp_path / "m"), "--layers", "1", "--warm", "2", "--steps", "3", "--prefill", "64", "--context", "600"]
     )
-    monkeypatch.setattr(gpu_exact_slice, "CHUNK", 256)
-    monkeypatch.setattr(gpu_exact_slice.slice_rates, "copy_rate", lambda: 4e12)
+    monkeypatch.setattr(slice_ours, "CHUNK", 256)
+    monkeypatch.setattr(slice_ours.slice_rates, "copy_rate", lambda: 4e12)
     rows = rows_in(tmp_path)
-    engine = gpu_exact_slice.OurEngine(args, np.zeros((5, 8, 1, 8), np.uint16), time.monotonic() + 1e6)
+    engine = slice_ours.OurEngine(args, np.zeros((5, 8, 1, 8), np.uint16), time.monotonic() + 1e6)
     assert slice_cases.run(slice_cases.cases("ours", 5), MODES, engine, rows, time.monotonic() + 1e6) == []
+    monkeypatch.setattr(FakeBackend, "drifting", True)
+    drifted = engine.measure(Case("ours", "between_steps", "alternate", 1))
+    assert (drifted["rounds"], drifted["different"], drifted["equal"]) == (50, 49, False)
     engine.close()
     assert [row for row in rows.rows.values() if "error" in row] == []
+    assert rows.rows["ours/between_steps/alternate"]["equal"] is True
     c2 = rows.rows["ours/between_steps/C2"]
     assert (c2["steps"], c2["hit_rate"], c2["vram_peak_mib"]) == (3, 0.5, 3072)
     assert c2["missed_mib_per_step"] == round(16 * engine.facts()["record_bytes"] / 2**20, 1)
@@ -430,9 +440,7 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "link_gb_s" in engine.facts()
     assert [event[1] for event in events if event[0] == "cap"][:4] == [0.25, 0.25, 1.0, 0.25]
     assert events[-4:] == ["store closed", "undone", "unloaded", "unpinned"]
-    assert gpu_exact_slice.fill_arena(gpu_exact_slice.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {
-        "arena": "taken over"
-    }
+    assert slice_ours.fill_arena(slice_ours.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {"arena": "taken over"}
 
 
 class FakeGenerator:

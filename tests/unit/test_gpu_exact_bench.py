@@ -18,39 +18,39 @@ from bench.kept_rows import Rows
 SCRIPT = SCRIPTS[1]
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+class Runs(list[Any]):
     """Models that were run. A model's logits are its number."""
-    seen: list[Any] = []
 
-    def run(_exl3: Any, model: Any, _cache: Any, _tokenizer: Any, script: Any, chunk: int, between: Any = None) -> list[torch.Tensor]:
-        seen.append((model, script.name, chunk))
+    def run(self, _exl3: Any, model: Any, _cache: Any, _tokenizer: Any, script: Any, chunk: int, between: Any = None) -> list[torch.Tensor]:
+        self.append((model, script.name, chunk))
         if between is not None:
             between(0)
         return [torch.full((1, 4), float(model))]
 
-    monkeypatch.setattr(gpu_exact, "run", run)
-    return seen
+
+@pytest.fixture
+def runs() -> Runs:
+    return Runs()
 
 
-def bench_in(tmp_path: Path, *, ours: int = 1, deadline: float = float("inf")) -> gpu_exact.Bench:
+def bench_in(tmp_path: Path, runs: Runs, *, ours: int = 1, deadline: float = float("inf")) -> gpu_exact.Bench:
     rows = Rows(tmp_path / "rows", tmp_path / "out.json", {"machine": {}}, functools.partial(gpu_exact.summarise, tmp_path / "slice.json"))
     sides = [gpu_exact.Side(model, None, None) for model in (1, ours)]
     loaded: Any = types.SimpleNamespace(records=types.SimpleNamespace(num_records=6), replacements=None)
-    return gpu_exact.Bench(None, sides[0], sides[1], loaded, 2, [SCRIPT], [256, 2048], deadline, rows)
+    return gpu_exact.Bench(None, sides[0], sides[1], loaded, 2, [SCRIPT], [256, 2048], deadline, rows, runs.run)
 
 
 def summary_of(tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "out.json").read_text())["summary"])
 
 
-def test_a_second_command_compares_what_is_missing(tmp_path: Path, runs: list[Any]) -> None:
+def test_a_second_command_compares_what_is_missing(tmp_path: Path, runs: Runs) -> None:
     """Stock's logits are made again, for they are compared with; rows that are there are not."""
-    first = bench_in(tmp_path)
+    first = bench_in(tmp_path, runs)
     first.measure(gpu_exact.STOCK, first.stock)
     first.measure("in place", first.ours)
     assert len(runs) == 4
-    second = bench_in(tmp_path)
+    second = bench_in(tmp_path, runs)
     second.measure(gpu_exact.STOCK, second.stock)
     second.measure("in place", second.ours)
     second.measure("slots", second.ours)
@@ -59,13 +59,13 @@ def test_a_second_command_compares_what_is_missing(tmp_path: Path, runs: list[An
     assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 6
 
 
-def test_bits_that_differed_once_stay_in_the_file(tmp_path: Path, runs: list[Any]) -> None:
+def test_bits_that_differed_once_stay_in_the_file(tmp_path: Path, runs: Runs) -> None:
     """A later command with equal bits does not take the finding back."""
-    first = bench_in(tmp_path, ours=2)
+    first = bench_in(tmp_path, runs, ours=2)
     first.measure(gpu_exact.STOCK, first.stock)
     first.measure("in place", first.ours)
     assert summary_of(tmp_path)["bit_exact"] is False
-    second = bench_in(tmp_path)
+    second = bench_in(tmp_path, runs)
     second.measure(gpu_exact.STOCK, second.stock)
     second.measure("in place", second.ours)
     second.measure("slots", second.ours)
@@ -73,9 +73,9 @@ def test_bits_that_differed_once_stay_in_the_file(tmp_path: Path, runs: list[Any
     assert runs
 
 
-def test_what_time_does_not_allow_is_named(tmp_path: Path, runs: list[Any]) -> None:
+def test_what_time_does_not_allow_is_named(tmp_path: Path, runs: Runs) -> None:
     """Nothing compared is no verdict: null, with the reason."""
-    late = bench_in(tmp_path, deadline=0.0)
+    late = bench_in(tmp_path, runs, deadline=0.0)
     late.measure("in place", late.ours)
     assert late.skipped == [f"in place: {SCRIPT.name}, chunk {chunk}" for chunk in (256, 2048)]
     assert runs == []
@@ -85,7 +85,7 @@ def test_what_time_does_not_allow_is_named(tmp_path: Path, runs: list[Any]) -> N
     assert "nothing was compared" in summary["reason_for_null"]["bit_exact"]
 
 
-def test_random_repoints_go_on_with_what_earlier_turns_moved(tmp_path: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_repoints_go_on_with_what_earlier_turns_moved(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until so many records have moved, over commands; then there is nothing to do."""
     placed: list[list[int]] = []
 
@@ -100,15 +100,15 @@ def test_random_repoints_go_on_with_what_earlier_turns_moved(tmp_path: Path, run
 
     monkeypatch.setattr(gpu_exact.loader, "make_store", lambda *_args: Store())
     monkeypatch.setattr(gpu_exact, "FEW", ((SCRIPT, 2048),))
-    gpu_exact.shuffled(bench_in(tmp_path), 3, 8)
+    gpu_exact.shuffled(bench_in(tmp_path, runs), 3, 8)
     before = len(placed)
     assert before >= 2
-    bench = bench_in(tmp_path)
+    bench = bench_in(tmp_path, runs)
     moved, turns = bench.moved_before("random repoints, 3 slots")
     assert (moved >= 8, turns) == (True, before)
     gpu_exact.shuffled(bench, 3, moved + 1)
     assert len(placed) == before + 1
-    gpu_exact.shuffled(bench_in(tmp_path), 3, moved + 1)
+    gpu_exact.shuffled(bench_in(tmp_path, runs), 3, moved + 1)
     assert len(placed) == before + 1
     assert runs
 

@@ -327,7 +327,7 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     monkeypatch.setattr(gpu_fast_parts, "time_of_a_round_trip", lambda _backend: {"publish_to_reply_us": 9.0, "of_it_plan_us": 2.0})
     monkeypatch.setattr(gpu_fast_parts.routing_trace, "make", trace_of)
     monkeypatch.setattr(gpu_fast_parts.routing_trace, "SLOT_SHARE", 0.16)
-    monkeypatch.setattr(gpu_fast_parts.gpu_exact_slice, "ForcedRouting", lambda *_args: types.SimpleNamespace(step=-1))
+    monkeypatch.setattr(gpu_fast_parts.slice_ours, "ForcedRouting", lambda *_args: types.SimpleNamespace(step=-1))
     monkeypatch.setattr(gpu_fast_parts.slice_rates, "link_rate", lambda *_args, derate=1: 2e9 / derate)
     monkeypatch.setattr(gpu_fast_parts.slice_rates, "read_rate", lambda *_args: 5e9)
     monkeypatch.setattr(gpu_fast_parts.torch.cuda, "empty_cache", lambda: None)

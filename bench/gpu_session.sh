@@ -1,0 +1,184 @@
+#!/usr/bin/env bash
+# One session on a lent GPU machine, in parts of nine minutes: bash bench/gpu_session.sh PART OUT [--dry-run]
+#
+#   1      the tests of fast and of waits, the slice's files, exact on the slice
+#   2      stock's CPU split, fast on the slice
+#   3      fidelity of fast, stock with every expert in VRAM, the comparison of bits, the integer kernel and its tests
+#   clean  takes everything out of memory
+#
+# Each part first does its own list, then whatever else is missing, as long as time is left, and prints one table of all figures last. Each
+# works alone: what it needs of an earlier part it makes. What one command has measured the next ones keep until the machine is started anew.
+# OUT gets the result files while they grow. Exit: 0 when nothing failed, 1 when a step did, 2 when the machine lacks something.
+#
+#   GPU_SESSION_SECONDS  of a part (540)                    GPU_SESSION_LAYERS  MoE layers of the slice (12)
+#   GPU_SESSION_STATE    what is kept (/dev/shm/glm53-session)  GPU_SESSION_STEPS   decode steps of a row (150), and as many before
+#   GPU_SESSION_ANY_STOCK=1  go on when stock is slower than it is known to be
+#   PYTHON               the interpreter (python3)
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+
+usage() {
+  sed -n '2,7p' "${BASH_SOURCE[0]}" | cut -c3-
+  exit 2
+}
+
+[ $# -ge 2 ] && [ $# -le 3 ] || usage
+PART=$1
+OUT=$2
+DRY=()
+if [ $# -eq 3 ]; then
+  [ "$3" = --dry-run ] || usage
+  DRY=(--dry-run)
+fi
+PYTHON=${PYTHON:-python3}
+LIMIT=${GPU_SESSION_SECONDS:-540}
+STATE=${GPU_SESSION_STATE:-/dev/shm/glm53-session}
+LAYERS=${GPU_SESSION_LAYERS:-12}
+STEPS=${GPU_SESSION_STEPS:-150}
+TABLE_S=20  # kept for the table
+CLOSE_S=15  # of a bench's limit, kept for what it does after its last row
+export PYTHONUNBUFFERED=1
+
+for number in "$LIMIT" "$LAYERS" "$STEPS"; do
+  case $number in '' | *[!0-9]*) echo "GPU_SESSION_SECONDS, GPU_SESSION_LAYERS and GPU_SESSION_STEPS are whole numbers, not '$number'" >&2; exit 2 ;; esac
+done
+
+BOOT=$(cat /proc/sys/kernel/random/boot_id)
+if [ -e "$STATE/boot" ] && [ "$(cat "$STATE/boot")" != "$BOOT" ]; then
+  rm -rf "$STATE"
+fi
+mkdir -p "$STATE" "$OUT" || exit 2
+echo "$BOOT" > "$STATE/boot"
+
+SLICE=(--layers "$LAYERS" --warm "$STEPS" --steps "$STEPS" --state "$STATE/gpu_exact_slice.rows" --out "$STATE/gpu_exact_slice.json" "${DRY[@]}")
+STOCK=()
+[ -z "${GPU_SESSION_ANY_STOCK:-}" ] || STOCK=(--any-stock)
+FAST=(--layers "$LAYERS" --warm "$STEPS" --steps "$STEPS" --state "$STATE/gpu_fast.rows" --out "$STATE/gpu_fast.json"
+  --slice "$STATE/gpu_exact_slice.json" --int-kernel "$STATE/gpu_int_kernel.json" "${DRY[@]}")
+# The settings of other plugins in pyproject.toml are no errors where those plugins are not installed.
+PYTEST=(-m pytest -m gpu -q -o addopts= -W ignore::pytest.PytestConfigWarning -p no:cacheprovider)
+[ ${#DRY[@]} -eq 0 ] || PYTEST+=(--collect-only)
+
+# The command of a step, in COMMAND; $2: seconds that it may take.
+command_of() {
+  local seconds=$(($2 - CLOSE_S))
+  case $1 in
+    check) COMMAND=(-m bench.gpu_check --layers "$LAYERS" "${DRY[@]}") ;;
+    prepare) COMMAND=(-m bench.gpu_exact_slice prepare "${SLICE[@]}") ;;
+    ours | stock_resident) COMMAND=(-m bench.gpu_exact_slice "$1" --seconds "$seconds" "${SLICE[@]}") ;;
+    stock) COMMAND=(-m bench.gpu_exact_slice stock --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
+    fast) COMMAND=(-m bench.gpu_fast --only speed --seconds "$seconds" "${FAST[@]}") ;;
+    fidelity) COMMAND=(-m bench.gpu_fast --only fidelity --seconds "$seconds" "${FAST[@]}") ;;
+    exact) COMMAND=(-m bench.gpu_exact --first-config --seconds "$seconds" --state "$STATE/gpu_exact.rows" --out "$STATE/gpu_exact.json"
+      --slice "$STATE/gpu_exact_slice.json" "${DRY[@]}") ;;
+    int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
+    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_waits.py tests/gpu/test_fast.py -k "not shipped_model") ;;
+    tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
+  esac
+}
+
+say() { echo "$*" | tee -a "$STATE/session.log"; }
+
+mirror() { cp "$STATE"/*.json "$STATE/session.log" "$STATE/figures.txt" "$OUT"/ 2> /dev/null; }
+
+declare -i FAILED=0
+declare -A BROKEN=()
+LEFT_OUT=()
+
+# step NAME LIMIT LEAST: runs it when it is not done and at least LEAST seconds are left; it is killed after LIMIT.
+step() {
+  local name=$1 give=$(($2 < LIMIT - TABLE_S - SECONDS ? $2 : LIMIT - TABLE_S - SECONDS)) began=$SECONDS code
+  if [ -e "$STATE/done.$name" ] || [ -n "${BROKEN[$name]:-}" ]; then
+    return 0
+  fi
+  if [ "$give" -lt "$3" ]; then
+    LEFT_OUT+=("$name")
+    say "$name: left out, it needs $3 s and $((give > 0 ? give : 0)) s are left"
+    return 0
+  fi
+  command_of "$name" "$give"
+  local printed="$STATE/printed"
+  echo "== $name: $PYTHON ${COMMAND[*]}" >> "$STATE/session.log"
+  # An interrupt first: what the command holds in shared memory goes back.
+  timeout -s INT -k 10 "$give" "$PYTHON" "${COMMAND[@]}" < /dev/null 2>&1 | tee "$printed" >> "$STATE/session.log"
+  code=${PIPESTATUS[0]}
+  case $code in
+    0) if grep -q '"error":' "$printed"; then
+        FAILED+=1
+        BROKEN[$name]=row
+        say "$name: some rows failed, $((SECONDS - began)) s; the next part tries them again"
+      elif grep -q '^no time for' "$printed"; then
+        say "$name: some of it, $((SECONDS - began)) s; the rest is for a later command"
+      else
+        touch "$STATE/done.$name"
+        say "$name: done, $((SECONDS - began)) s$(sed -n '/^[0-9].* in [0-9.]*s.*$/s/^/; /p' "$printed")"
+      fi ;;
+    124 | 137) say "$name: cut off after $((SECONDS - began)) s; its rows so far are kept" ;;
+    *) FAILED+=1
+      BROKEN[$name]=$code
+      say "$name: failed with $code after $((SECONDS - began)) s; the end of what it printed:"
+      tail -n 12 "$printed" | cut -c1-300 ;;
+  esac
+  mirror
+  return "$code"
+}
+
+# fill NAME LEAST ...: what no part of its own has finished.
+fill() {
+  while [ $# -ge 2 ]; do
+    if [ $((LIMIT - TABLE_S - SECONDS)) -ge "$2" ]; then
+      step "$1" "$LIMIT" "$2"
+    fi
+    shift 2
+  done
+}
+
+clean() {
+  "$PYTHON" -m bench.gpu_exact_slice clean --state "$STATE/gpu_exact_slice.rows"
+  rm -rf "$STATE" /dev/shm/glm53-gpu-exact-arena /dev/shm/glm53-gpu-fast-arena /dev/shm/glm53-gpu-fast-ctl /dev/shm/glm53-slice-ctl
+}
+
+case $PART in
+  clean)
+    clean
+    exit ;;
+  1 | 2 | 3) ;;
+  *) usage ;;
+esac
+
+say "part $PART, $LIMIT s, boot $BOOT"
+# Rows are of use although the command is cut off from outside: they are copied while they grow.
+(while sleep 10; do mirror; done) > /dev/null 2>&1 &
+MIRROR=$!
+trap 'kill "$MIRROR" 2> /dev/null; mirror' EXIT
+
+if ! step check 90 20; then
+  cat "$STATE/printed"
+  exit 2
+fi
+case $PART in
+  1)
+    step tests_fast 100 40
+    step prepare 90 25
+    step ours 350 100 ;;
+  2)
+    step prepare 90 25
+    step stock 220 150
+    step fast 300 100 ;;
+  3)
+    step fidelity 170 60
+    step prepare 90 25
+    step stock_resident 100 70
+    step exact 150 50
+    step int_kernel 45 30
+    step tests_kernel 60 30 ;;
+esac
+fill prepare 25 ours 100 stock 160 fast 100 fidelity 60 stock_resident 75 exact 50 int_kernel 30 tests_fast 40 tests_kernel 30
+
+"$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1
+for name in check tests_fast prepare ours stock fast fidelity stock_resident exact int_kernel tests_kernel; do
+  [ -e "$STATE/done.$name" ] || echo "not finished: $name"
+done
+[ ${#LEFT_OUT[@]} -eq 0 ] || echo "left out in this part: ${LEFT_OUT[*]}"
+echo "part $PART: $SECONDS s, $FAILED steps failed"
+exit $((FAILED > 0))
