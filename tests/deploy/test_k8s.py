@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -382,13 +383,14 @@ def test_the_operator_s_monitors_are_a_component(tmp_path: Path) -> None:
 def test_the_overlay_of_the_install_page_names_every_image(tmp_path: Path) -> None:
     """What docs/install.md tells people to write renders, and after it no image is one that only this repository's name stands for."""
     (text,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", (ROOT / "docs/install.md").read_text(), re.DOTALL)
-    (tmp_path / "glm53-offload").symlink_to(ROOT)
-    (tmp_path / "kustomization.yaml").write_text(text)
-    done = tool("kubectl", "kustomize", tmp_path, "--load-restrictor=LoadRestrictionsNone")
-    assert done.returncode == 0, done.stderr
-    manifests = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
-    ours = {"gateway", "gpu-worker", "cpu-expert"}
-    found = {
-        box["name"]: box["image"] for workload in workloads(manifests) for box in pod_of(workload)["containers"] if box["name"] in ours
-    }
-    assert found == {name: f"registry.example.com/glm53/{name}@sha256:..." for name in ours}
+    shutil.copytree(ROOT / "deploy", tmp_path / "glm53-offload" / "deploy")
+    assert "overlays/gpu" in text
+    for overlay, worker in (("gpu", "gpu-worker"), ("cpu", "gpu-worker-cpu"), ("scale-out", "gpu-worker")):
+        (tmp_path / "kustomization.yaml").write_text(text.replace("overlays/gpu", f"overlays/{overlay}"))
+        done = tool("kubectl", "kustomize", tmp_path)
+        assert done.returncode == 0, done.stderr
+        manifests = [manifest for manifest in yaml.safe_load_all(done.stdout) if manifest]
+        ours = {"gateway": "gateway", "gpu-worker": worker, "cpu-expert": "cpu-expert"}
+        boxes = [box for workload in workloads(manifests) for box in pod_of(workload)["containers"]]
+        found = {box["name"]: box["image"] for box in boxes if box["name"] in ours}
+        assert found == {name: f"registry.example.com/glm53/{image}@sha256:..." for name, image in ours.items()}
