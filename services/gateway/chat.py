@@ -95,10 +95,10 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
         InvalidRequest: names the field at fault.
     """
     demand = await _demand(body, language)
-    prompt, prefill = await _rendered(body, demand, language, settings)
     max_param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     asked_max = getattr(body, max_param)
     kept = kept_tokens(body, info.max_context, asked_max)
+    prompt, prefill = await _rendered(body, demand, language, settings, must_fit=kept is None)
     token_ids = prompt.token_ids if kept is None else prompt.token_ids[-kept:]
     room = room_for_answer(len(token_ids), info.max_context, "messages")
     prompt_top = num_prompt_logprobs(body)
@@ -138,16 +138,17 @@ async def plan_chat(body: ChatRequest, info: pb.InfoResponse, language: Language
 
 async def render(body: ChatRequest, language: Language, settings: GatewaySettings) -> ChatPrompt:
     """The prompt that a chat request would get."""
-    prompt, _prefill = await _rendered(body, await _demand(body, language), language, settings)
+    prompt, _prefill = await _rendered(body, await _demand(body, language), language, settings, must_fit=False)
     return prompt
 
 
 async def _rendered(
-    body: ChatRequest, demand: ToolDemand | None, language: Language, settings: GatewaySettings
+    body: ChatRequest, demand: ToolDemand | None, language: Language, settings: GatewaySettings, *, must_fit: bool
 ) -> tuple[ChatPrompt, Prefill | None]:
     messages = _messages(body, settings)
     prefill = _prefill(body, messages)
-    return await _prompt(messages if prefill is None else messages[:-1], demand, _thinking(body, settings), prefill, language), prefill
+    shown = messages if prefill is None else messages[:-1]
+    return await _prompt(shown, demand, _thinking(body, settings), prefill, language, must_fit), prefill
 
 
 def copies(base: pb.GenerateRequest, sampling: pb.SamplingParams, count: int, first: int = 0) -> list[pb.GenerateRequest]:
@@ -309,7 +310,12 @@ def _effort(body: ChatRequest) -> str | None:
 
 
 async def _prompt(
-    messages: list[dict[str, Any]], demand: ToolDemand | None, thinking: Thinking, prefill: Prefill | None, language: Language
+    messages: list[dict[str, Any]],
+    demand: ToolDemand | None,
+    thinking: Thinking,
+    prefill: Prefill | None,
+    language: Language,
+    must_fit: bool,
 ) -> ChatPrompt:
     tools = list(demand.tools) if demand is not None else []
     # Templates leave earlier reasoning out, never what was said.
@@ -317,7 +323,7 @@ async def _prompt(
     size = text_size(messages) + text_size(tools)
     if size < SMALL_CHARS and len(messages) < 100:
         return language.template.prompt(messages, tools, thinking, prefill)
-    return await beside(language.template.prompt, messages, tools, thinking, prefill)
+    return await beside(language.template.prompt, messages, tools, thinking, prefill, must_fit=must_fit)
 
 
 def _num_logprobs(body: ChatRequest) -> int:

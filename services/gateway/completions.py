@@ -155,7 +155,10 @@ async def _token_ids(prompt: Any, path: str, body: CompletionRequest, info: pb.I
             prompt = prompt[-(language.tokenizer.most_bytes - 1) :]
         encode = language.tokenizer.encode_raw
         small = len(prompt) < SMALL_CHARS
-        ids = encode(prompt, add_special_tokens=add) if small else await beside(encode, prompt, add_special_tokens=add)
+        if small:
+            ids = encode(prompt, add_special_tokens=add)
+        else:
+            ids = await beside(encode, prompt, add_special_tokens=add, must_fit=kept is None)
     else:
         prompt = prompt if kept is None else prompt[-kept:]
         if len(prompt) > info.max_context:  # before each of what may be millions of ids is looked at

@@ -103,7 +103,13 @@ class ChatTemplate:
         self.call_style = _call_style(self._template)
 
     def prompt(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking, prefill: Prefill | None = None
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        thinking: Thinking,
+        prefill: Prefill | None = None,
+        *,
+        must_fit: bool = False,
     ) -> ChatPrompt:
         """Renders and encodes a conversation, ready for the next assistant turn.
 
@@ -112,8 +118,10 @@ class ChatTemplate:
             tools: OpenAI tool definitions; may be empty.
             thinking: effort and the like.
             prefill: what the assistant's turn begins with.
+            must_fit: a prompt that is far longer than the context may be refused before it is encoded.
 
         Raises:
+            ContextLengthExceeded: it is.
             InvalidRequest: the template refuses the conversation.
         """
         rendered = self._render(messages, tools, thinking)
@@ -127,7 +135,7 @@ class ChatTemplate:
             tail = PromptTail.UNDECIDED
         else:
             tail = PromptTail.CONTENT
-        return ChatPrompt(self._tokenizer.encode_rendered(rendered), tail)
+        return ChatPrompt(self._tokenizer.encode_rendered(rendered, must_fit=must_fit), tail)
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], thinking: Thinking) -> str:
         context: dict[str, Any] = {

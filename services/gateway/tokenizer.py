@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -23,6 +23,8 @@ _FIRST_MARK = 0xDC00
 _LAST_MARK = 0xDFFF
 # Texts are marked in pieces: one call for megabytes would keep other threads waiting.
 _PIECE_CHARS = 16 * 1024
+# Characters that a token of a long text has at most, by far: a longer prompt is looked at piece by piece before it is encoded.
+_USUAL_CHARS = 8
 # How much shorter Unicode normalisation can make a text, in bytes.
 _NORMALISED = 3
 
@@ -108,8 +110,16 @@ class PromptTokenizer:
             return [self.mark_tree(item) for item in value]
         return value
 
-    def encode_rendered(self, rendered: str) -> list[int]:
-        """Token ids of a rendered template: control tokens where the template wrote them, marked text as plain text."""
+    def encode_rendered(self, rendered: str, *, must_fit: bool = False) -> list[int]:
+        """Token ids of a rendered template: control tokens where the template wrote them, marked text as plain text.
+
+        Args:
+            rendered: what the template made.
+            must_fit: more than the context is of no use: see `_check_beginning`.
+        """
+        if must_fit and self._is_long(rendered):
+            texts = (self.unmark(text) for token, text in self._cut(rendered) if token is None)
+            self._check_beginning(self._text_only, texts, "messages")
         ids: list[int] = []
         for token, text in self._cut(rendered):
             if token is not None:
@@ -118,8 +128,10 @@ class PromptTokenizer:
                 ids.extend(_encode(self._text_only, self.unmark(text), add_special_tokens=False))
         return ids
 
-    def encode_raw(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode_raw(self, text: str, *, add_special_tokens: bool = True, must_fit: bool = False) -> list[int]:
         """Token ids of a text whose author may use control tokens: the prompt of /v1/completions."""
+        if must_fit and self._is_long(text):
+            self._check_beginning(self._full, [text], "prompt")
         return _encode(self._full, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -135,6 +147,29 @@ class PromptTokenizer:
             return bytes(_BYTE_OF_CHARACTER[character] for character in name)
         except KeyError:
             return str(self._full.decode([token_id])).encode()
+
+    def _is_long(self, text: str) -> bool:
+        return 0 < self._context * _USUAL_CHARS < len(text)
+
+    def _check_beginning(self, tokenizer: Tokenizer, texts: Iterable[str], param: str) -> None:
+        """Refuses a prompt whose beginning has twice as many tokens as fit, before all of it is encoded: seconds for a megabyte.
+
+        Cut texts have more tokens than whole ones, a few at each cut.
+
+        Raises:
+            ContextLengthExceeded: names both numbers.
+        """
+        count = 0
+        for text in texts:
+            for start in range(0, len(text), _PIECE_CHARS):
+                piece = text[start : start + _PIECE_CHARS]
+                count += len(tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0])
+                if count > 2 * self._context:
+                    raise ContextLengthExceeded(
+                        f"The prompt is too long: this model's maximum context length is {self._context} tokens, but the beginning of the "
+                        f"prompt alone has {count}. Shorten it.",
+                        param=param,
+                    )
 
     def _cut(self, rendered: str) -> Iterator[tuple[int | None, str]]:
         position = 0

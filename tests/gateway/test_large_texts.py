@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from services.common.errors import ContextLengthExceeded
 from services.gateway import beside, body, tokenizer
 from services.gateway.tokenizer import PromptTokenizer, text_size
-from tests.gateway.hostile import connected, post
+from tests.gateway.hostile import CHAT, connected, post
 from tests.gateway.language import TOKENIZER, TOKENIZER_JSON
 from tests.gateway.stack import MODEL, Stack, until
 from tests.gateway.test_validation import check_error
@@ -87,6 +87,41 @@ def test_without_a_known_context_nothing_is_refused() -> None:
     fresh.serve(10)
     with pytest.raises(ContextLengthExceeded):
         fresh.check_size(10 * fresh.longest_bytes + 1, "prompt")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/generate"])
+def test_a_text_of_far_too_many_tokens_is_refused_by_its_beginning(stack: Stack, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """400 context_length_exceeded with both numbers; most of it is never encoded. Whoever asks for the number of its tokens gets it."""
+    assert stack.post().status_code == 200  # the watch has the context
+    text = "0123456789" * (12 * CONTEXT // 10)
+    monkeypatch.setattr(tokenizer, "_PIECE_CHARS", 100)
+    monkeypatch.setattr(tokenizer, "_encode", lambda *_, **__: pytest.fail("encoded"))
+    user = [{"role": "user", "content": text}]
+    fields: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": user},
+        "/v1/completions": {"prompt": text},
+        "/v1/responses": {"input": text},
+        "/v1/messages": {"messages": user, "max_tokens": 5},
+        "/generate": {"text": text},
+    }
+    response = stack.http.post(path, json={"model": MODEL, **fields[path]})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == next(name for name in fields[path] if name != "max_tokens")
+    assert "maximum context length is 1000 tokens" in error["message"]
+    assert 2000 < int(error["message"].split("alone has ")[1].split(".")[0]) < 2200
+    monkeypatch.undo()
+    counted = stack.http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": user}).json()["input_tokens"]
+    listed = stack.http.post("/tokenize", json={"model": MODEL, "prompt": text}).json()["count"]
+    assert min(counted, listed) > 2 * CONTEXT
+
+
+@given(st.text(st.sampled_from("<|>a0 é🦊"), max_size=80), st.integers(1, 9))
+def test_pieces_of_a_text_have_few_tokens_more_than_the_whole(text: str, size: int) -> None:
+    """Even in pieces of a few letters not twice as many: what has twice the context's tokens in pieces does not fit as a whole."""
+    pieces = [text[start : start + 8 * size] for start in range(0, len(text), 8 * size)]
+    whole = len(TOKENIZER.encode_raw(text, add_special_tokens=False))
+    assert sum(len(TOKENIZER.encode_raw(piece, add_special_tokens=False)) for piece in pieces) <= 2 * whole + 8
 
 
 def test_a_truncated_prompt_may_be_longer(stack: Stack) -> None:
