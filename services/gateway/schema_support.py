@@ -32,7 +32,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 # What the grammar engine knows by name; a format that it does not know says nothing about the value, as JSON Schema has it.
 FORMATS = frozenset(("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"))
 
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
+# Escapes are read too, so that an escaped bracket opens no class: each would be followed to the end of the text.
+_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _BEYOND = re.compile(r"\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\(?:[bB1-9]|k<)")
 
 
@@ -65,7 +66,7 @@ def check_support(schema: dict[str, Any], path: str, param: str | None, advice: 
                 refuse((*place, name), "cannot be enforced while the answer is written")
         _check_counts(inner, place, refuse)
         for pattern, where in _patterns(inner, place):
-            if _BEYOND.search(_CLASS.sub("x", pattern)):
+            if _BEYOND.search(_CLASS.sub(lambda found: "x" if found[0].startswith("[") else found[0], pattern)):
                 refuse(where, "has look-around, a back reference or a word boundary, which cannot be enforced")
         waiting += [((*place, *step), child) for step, child in children(inner)]
         if "$ref" in inner and (found := target(schema, inner["$ref"])) is not None:

@@ -38,6 +38,7 @@ _LIMITS = llguidance.LLParserLimits(
 _MAX_CASELESS_CLASSES = 500
 _CASELESS = re.compile(r"\(\?[a-zA-Z]*i|/[imslux]*i[imslux]*(?=[\s|)*+?]|$)")
 _CLASS = re.compile(r"\[|\\[pP]")
+_MAX_BLANK_LINES = 20
 _MAX_KEPT = 32
 _MAX_REASON_CHARS = 500
 
@@ -127,7 +128,7 @@ def _text_of(source: GrammarSource) -> str:
     if source.kind == "lark":
         # Users of llama.cpp and SGLang write GBNF, which is converted.
         try:
-            return str(make.grammar_from_lark(any_to_lark(source.text) if "::=" in source.text else source.text))
+            return str(make.grammar_from_lark(any_to_lark(_without_gaps(source.text)) if "::=" in source.text else source.text))
         except Exception as error:  # noqa: BLE001 - the converter raises whatever its parser meets
             raise _refusal(source.kind, str(error) or type(error).__name__) from None
     schema = '{"type": "object"}' if source.kind == "any_json_object" else source.text
@@ -135,6 +136,16 @@ def _text_of(source: GrammarSource) -> str:
         return str(make.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))
     except ValueError as error:
         raise _refusal(source.kind, str(error)) from None
+
+
+def _without_gaps(text: str) -> str:
+    """A text with few blank lines in a row, which the converter would look through once for each of them, with the interpreter stopped."""
+    lines, blank = [], 0
+    for line in text.split("\n"):
+        blank = 0 if line.strip() else blank + 1
+        if blank <= _MAX_BLANK_LINES:
+            lines.append("" if blank else line)
+    return "\n".join(lines)
 
 
 def _refusal(kind: str, reason: str) -> InvalidRequest:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest, UnsupportedParameter
 from services.gateway.schema_check import check_schema
-from services.gateway.schema_support import for_grammar
+from services.gateway.schema_support import check_support, for_grammar
+from services.gateway.text_rules import searching
 from services.gateway.tool_grammar import CallStyle, DeclaredTool, ToolGrammar
 from tests.gateway.language import IDS
 from tests.gateway.stack import HELLO, MODEL, Stack
@@ -373,3 +374,28 @@ def test_a_costly_pattern_beside_listed_values_stops_nobody(pattern: str, where:
         ToolGrammar([DeclaredTool("f", parameters, "parameters")], IDS, CallStyle())
     assert time.monotonic() - began < 3
     assert caught.value.param == "parameters.properties.x"
+
+
+@pytest.mark.parametrize("piece", [r"\[", r"\\", "[a]", "[^a]", "(?:a)", "/", "()", r"\/", "a|", "[[]"])
+def test_a_long_pattern_is_read_in_proportion_to_its_length(piece: str) -> None:
+    """Whatever it is made of: one call into a library of expressions lets nobody else run."""
+    pattern = piece * (200_000 // len(piece)) + "a"
+    began = time.monotonic()
+    check_schema({"pattern": pattern}, "schema")
+    check_support({"pattern": pattern}, "schema", None, "leave it out")
+    searching(pattern)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("pattern", "enforceable"),
+    [(r"\[\b]", False), (r"[\b]", True), (r"\\b", True), (r"\[(?=a)]", False), (r"[(?=a)]", True), (r"(\[)\1", False)],
+)
+def test_what_stands_in_a_class_is_no_look_around(pattern: str, enforceable: bool) -> None:
+    """Escaped brackets open no class, and an escaped bracket ends none."""
+    check_schema({"pattern": pattern}, "schema")
+    if enforceable:
+        check_support({"pattern": pattern}, "schema", None, "leave it out")
+    else:
+        with pytest.raises(UnsupportedParameter, match="look-around"):
+            check_support({"pattern": pattern}, "schema", None, "leave it out")

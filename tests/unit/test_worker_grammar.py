@@ -281,6 +281,19 @@ def test_what_takes_long_to_make_is_refused_at_once(kind: Kind, text: str) -> No
     COMPILER.compile(GrammarSource("regex", "[a-z]" * 600))
 
 
+@pytest.mark.parametrize("gap", ["\n", "\n ", "\n\t\t", "\r\n", " ", "# x\n", "\n\n# x"])
+def test_a_grammar_may_have_gaps(gap: str) -> None:
+    """GBNF with a hundred thousand blank lines is converted in no time; it used to keep the engine from its work for minutes."""
+    text = 'root ::= "a" b' + gap * (100_000 // len(gap)) + '\nb ::= "c"' + gap * 1000
+    began = time.monotonic()
+    grammar = COMPILER.compile(GrammarSource("lark", text))
+    assert time.monotonic() - began < 5
+    constraint = Constraint(grammar, EOS)
+    for token in encode("ac"):
+        constraint.observe(token)
+    assert constraint.complete
+
+
 def test_a_refused_token_is_an_error_not_a_crash() -> None:
     """A token against the grammar ends the request with a reason."""
     made = constraint("regex", "yes")
