@@ -130,10 +130,12 @@ class MemoryCollector(Collector):
     Args:
         service: label of all families; a gateway may pass on another service's text.
         shm_dir: where the shared-memory segments live; empty for a service that makes none.
+        prefix: of the names; a gateway has its own, because it may show a worker's beside them.
     """
 
-    def __init__(self, service: str, shm_dir: str = "") -> None:
+    def __init__(self, service: str, shm_dir: str = "", prefix: str = "glm53") -> None:
         self._service = service
+        self._prefix = prefix
         self._shm_dir = shm_dir
 
     def collect(self) -> Iterator[Metric]:
@@ -143,8 +145,8 @@ class MemoryCollector(Collector):
         except OSError:
             return
         values = {
-            "glm53_memory_limit_bytes": ("What the process's cgroup, else the host, has of memory.", memory.limit),
-            "glm53_memory_used_bytes": ("Of that, in use and not to be dropped; shared memory counts.", memory.used),
+            f"{self._prefix}_memory_limit_bytes": ("What the process's cgroup, else the host, has of memory.", memory.limit),
+            f"{self._prefix}_memory_used_bytes": ("Of that, in use and not to be dropped; shared memory counts.", memory.used),
         }
         with contextlib.suppress(OSError):
             shm = os.statvfs(self._shm_dir)

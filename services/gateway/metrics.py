@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from services.common.errors import ERROR_TYPES, Cancelled, Glm53Error
+from services.common.memory import MemoryCollector
 from services.gateway import errors
 from services.gateway.answers import Answer
 from services.gateway.choices import Choices
@@ -47,6 +48,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(MemoryCollector("gateway", prefix="glm53_gateway"))
         self._started = time.monotonic()
 
         def counter(name: str, text: str, *labels: str) -> Counter:

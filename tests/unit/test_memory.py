@@ -75,3 +75,5 @@ def test_the_collector_names_the_service_and_its_shared_memory(tmp_path: Path) -
     assert 0 < worker["glm53_memory_used_bytes"].value < worker["glm53_memory_limit_bytes"].value
     assert worker["glm53_shm_size_bytes"].labels == {"service": "gpu_worker"}
     assert len(list(memory.MemoryCollector("cpu_expert").collect())) == 2
+    gateway = [family.name for family in memory.MemoryCollector("gateway", prefix="glm53_gateway").collect()]
+    assert not set(gateway) & set(worker), "a gateway shows a worker's families beside its own"
