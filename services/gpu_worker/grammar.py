@@ -36,7 +36,7 @@ _LIMITS = llguidance.LLParserLimits(
 )
 # Classes of characters cost 5 ms each where case is ignored, half a megabyte of them minutes, and nothing interrupts that.
 _MAX_CASELESS_CLASSES = 500
-_CASELESS = re.compile(r"\(\?[a-zA-Z]*i|/[imslux]*i[imslux]*(?=[\s|)*+?]|$)")
+_CASELESS = re.compile(r"\(\?[a-zA-Z]{0,9}i|/[imslux]{0,5}i[imslux]{0,5}(?=[\s|)*+?]|$)")
 _CLASS = re.compile(r"\[|\\[pP]")
 _MAX_BLANK_LINES = 20
 _MAX_KEPT = 32

@@ -277,6 +277,10 @@ def test_what_takes_long_to_make_is_refused_at_once(kind: Kind, text: str) -> No
     with pytest.raises(InvalidRequest, match=r"ignores case and has 600 classes of characters, of 500 at most"):
         COMPILER.compile(GrammarSource(kind, text))
     assert time.monotonic() - began < 1
+    for text in ("/" + "i" * 300_000, "(?" + "a" * 300_000, "[" * 300_000 + "(?i)"):
+        with pytest.raises(InvalidRequest):
+            COMPILER.compile(GrammarSource("regex", text + ")"))
+    assert time.monotonic() - began < 5
     COMPILER.compile(GrammarSource("regex", "(?i)[a-z]{3}"))
     COMPILER.compile(GrammarSource("regex", "[a-z]" * 600))
 
