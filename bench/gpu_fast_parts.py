@@ -17,7 +17,7 @@ from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, TINY, Results, fidelity
 from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
-from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib
+from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib, vram_of
 from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
@@ -156,10 +156,7 @@ class Watch:
         pids = [os.getpid(), *([self._rig.lane.pid] if setting.lane and setting.fast and self._rig.lane.pid else [])]
         paths = [Path(segments.arena_path(SHM, "slice")), Path(segments.ctl_path(SHM, "slice"))]
         row: dict[str, Any] = {"ram_extra_gib": ram_extra_gib(arena.total_bytes, paths, pids)}
-        if self._peak is not None:
-            peak, samples = self._peak.take()
-            row |= {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
-        return row
+        return row | (vram_of(self._peak) if self._peak is not None else {})
 
 
 def measure_resident(

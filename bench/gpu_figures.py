@@ -6,6 +6,7 @@ STATE holds the rows of the benches' commands (bench/gpu_session.sh) and gets th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from bench import fast_figures, gpu_exact, slice_cases
 from bench.kept_rows import Row, Rows
 
 SLICE, EXACT, FAST, KERNEL = "gpu_exact_slice.json", "gpu_exact.json", "gpu_fast.json", "gpu_int_kernel.json"
+KEPT = "gpu_kept.json"
 EXACT_KEYS = ("bit_exact", *slice_cases.NEEDS)
 FAST_KEYS = tuple(fast_figures.NEEDS)
 # Beside what is quoted: what says how the figures came about.
@@ -62,6 +64,8 @@ def write_all(state: Path) -> dict[str, Row]:
         if kept.rows:
             kept.save()
         summaries[name] = kept.summary()
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        summaries[KEPT] = json.loads((state / KEPT).read_text())["summary"]
     return summaries
 
 
@@ -80,6 +84,8 @@ def lines(summaries: dict[str, Row]) -> list[str]:
     if modules:
         result.append("-- one step of one stream, every expert in VRAM: microseconds to enqueue, microseconds busy")
         result += [f"{name:36} {enqueue:8.1f} {busy:8.1f}" for name, (enqueue, busy) in modules.items()]
+    if (kept := summaries.get(KEPT, {}).get("bit_exact")) is not None:
+        result.append(line("kept_states_bit_exact", kept, ""))
     broken = summaries[SLICE].get("errors", [])
     return result + ([f"-- failed: {', '.join(broken)}"] if broken else [])
 

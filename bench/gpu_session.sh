@@ -3,7 +3,7 @@
 #
 #   1      the tests of fast and of waits, the slice's files, exact on the slice
 #   2      stock's CPU split, fast on the slice
-#   3      fidelity of fast, stock with every expert in VRAM, the comparison of bits, the integer kernel and its tests
+#   3      fidelity of fast, stock with every expert in VRAM, the comparisons of bits, the integer kernel and its tests
 #   clean  takes everything out of memory
 #
 # Each part first does its own list, then whatever else is missing, as long as time is left, and prints one table of all figures last. Each
@@ -72,6 +72,8 @@ command_of() {
     exact) COMMAND=(-m bench.gpu_exact --first-config --seconds "$seconds" --state "$STATE/gpu_exact.rows" --out "$STATE/gpu_exact.json"
       --slice "$STATE/gpu_exact_slice.json" "${DRY[@]}") ;;
     int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
+    kept) COMMAND=(-m bench.gpu_kept --out "$STATE/gpu_kept.json")
+      [ ${#DRY[@]} -eq 0 ] || COMMAND=(-m bench.gpu_kept --help) ;;
     tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_waits.py tests/gpu/test_fast.py -k "not shipped_model") ;;
     tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
   esac
@@ -97,11 +99,13 @@ step() {
     return 0
   fi
   command_of "$name" "$give"
-  local printed="$STATE/printed"
-  echo "== $name: $PYTHON ${COMMAND[*]}" >> "$STATE/session.log"
-  # An interrupt first: what the command holds in shared memory goes back.
-  timeout -s INT -k 10 "$give" "$PYTHON" "${COMMAND[@]}" < /dev/null 2>&1 | tee "$printed" >> "$STATE/session.log"
-  code=${PIPESTATUS[0]}
+  local log="$STATE/session.log" printed="$STATE/printed" from
+  echo "== $name: $PYTHON ${COMMAND[*]}" >> "$log"
+  from=$(stat -c %s "$log")
+  # An interrupt first: what the command holds in shared memory goes back. No pipe: a process that outlives the command would hold it open.
+  timeout -s INT -k 10 "$give" "$PYTHON" "${COMMAND[@]}" < /dev/null >> "$log" 2>&1
+  code=$?
+  tail -c "+$((from + 1))" "$log" > "$printed"
   case $code in
     0) if grep -q '"error":' "$printed"; then
         FAILED+=1
@@ -123,13 +127,13 @@ step() {
   return "$code"
 }
 
-# fill NAME LEAST ...: what no part of its own has finished.
+# fill NAME LIMIT LEAST ...: what no part of its own has finished.
 fill() {
-  while [ $# -ge 2 ]; do
-    if [ $((LIMIT - TABLE_S - SECONDS)) -ge "$2" ]; then
-      step "$1" "$LIMIT" "$2"
+  while [ $# -ge 3 ]; do
+    if [ $((LIMIT - TABLE_S - SECONDS)) -ge "$3" ]; then
+      step "$1" "$2" "$3"
     fi
-    shift 2
+    shift 3
   done
 }
 
@@ -158,7 +162,7 @@ if ! step check 90 20; then
 fi
 case $PART in
   1)
-    step tests_fast 100 40
+    step tests_fast 110 40
     step prepare 90 25
     step ours 350 100 ;;
   2)
@@ -173,10 +177,11 @@ case $PART in
     step int_kernel 45 30
     step tests_kernel 60 30 ;;
 esac
-fill prepare 25 ours 100 stock 160 fast 100 fidelity 60 stock_resident 75 exact 50 int_kernel 30 tests_fast 40 tests_kernel 30
+fill prepare 90 25 ours "$LIMIT" 100 stock 300 160 fast 400 100 fidelity 200 60 stock_resident 120 75 exact 200 50 int_kernel 45 30 \
+  tests_fast 110 40 tests_kernel 60 30 kept 90 40
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1
-for name in check tests_fast prepare ours stock fast fidelity stock_resident exact int_kernel tests_kernel; do
+for name in check tests_fast prepare ours stock fast fidelity stock_resident exact int_kernel tests_kernel kept; do
   [ -e "$STATE/done.$name" ] || echo "not finished: $name"
 done
 [ ${#LEFT_OUT[@]} -eq 0 ] || echo "left out in this part: ${LEFT_OUT[*]}"

@@ -70,7 +70,10 @@ class PeakSampler:
 
     def _run(self) -> None:
         while not self._stop.wait(self._period_s):
-            value = int(self._read())
+            try:
+                value = int(self._read())
+            except OSError:
+                continue  # `take` reads too, and tells it
             with self._lock:
                 self._peak, self._samples = max(self._peak, value), self._samples + 1
 
@@ -83,22 +86,48 @@ class PeakSampler:
         self._thread.join(5)
 
 
-def own_bytes(pids: list[int] | None = None, proc: Path = Path("/proc")) -> int:
+def vram_of(sampler: PeakSampler) -> dict[str, int]:
+    """The peak since the last call, as fields of a row; none when the driver does not answer."""
+    try:
+        peak, samples = sampler.take()
+    except OSError as error:
+        print(f"no peak of VRAM: {error}", flush=True)
+        return {}
+    return {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
+
+
+def own_bytes(pids: list[int] | None = None, proc: Path = Path("/proc")) -> int | None:
     """Anonymous memory and files' pages of processes, shared ones by their share; shared memory is counted with its segments.
 
     Args:
         pids: None for this process alone.
+
+    Returns:
+        None where the kernel does not tell; where it tells no shares, whole pages.
     """
     total = 0
     for pid in pids or [os.getpid()]:
-        for line in (proc / str(pid) / "smaps_rollup").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            if name in ("Pss_Anon", "Pss_File"):
-                total += int(rest.split()[0]) * 1024
+        own = _fields(proc / str(pid) / "smaps_rollup", ("Pss_Anon", "Pss_File"))
+        if own is None:
+            own = _fields(proc / str(pid) / "status", ("RssAnon", "RssFile"))
+        if own is None:
+            return None
+        total += own
     return total
 
 
-def ram_extra_gib(arena_bytes: int, segments: list[Path], pids: list[int] | None = None) -> float:
+def _fields(path: Path, names: tuple[str, ...]) -> int | None:
+    """Bytes of these lines together; None when one is not there."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return None
+    found = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines) if name in names}
+    return sum(found.values()) if len(found) == len(names) else None
+
+
+def ram_extra_gib(arena_bytes: int, segments: list[Path], pids: list[int] | None = None) -> float | None:
     """What all of it takes beside the arena: the processes' own memory and the shared-memory segments, less the arena."""
+    own = own_bytes(pids)
     shared = sum(path.stat().st_blocks * 512 for path in segments if path.exists())
-    return round((own_bytes(pids) + shared - arena_bytes) / 2**30, 2)
+    return round((own + shared - arena_bytes) / 2**30, 2) if own is not None else None

@@ -93,6 +93,8 @@ def event() -> Any:
 
 def cycles_per_ms() -> float:
     """Of the device's sleep."""
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # the first launch loads it
+    torch.cuda.synchronize()
     begin = event()
     torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
     end = event()

@@ -20,7 +20,7 @@ from bench.backend_info import gpu_info
 from bench.kept_rows import Row
 from bench.slice_cases import Case, Mode
 from bench.slice_checkpoint import HIDDEN, INTER
-from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib
+from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib, vram_of
 from kernels.python import segments
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
@@ -149,7 +149,8 @@ def lengthen(backend: Exl3Backend, stream: Any, tokens: int) -> None:
 
     Its recurrent state stays that of its short prompt: a state has the same size behind any number of tokens.
     """
-    backend._pages.grow(stream.pages, tokens)
+    if not backend.extend(stream, tokens):
+        raise RuntimeError(f"the key-value cache has no pages for a context of {tokens} tokens more")
     stream.length = tokens
 
 
@@ -334,9 +335,11 @@ class OurEngine:
         return decode(self._backend, self._routing, case.streams, warm, steps, self._deadline, context=args.context if case.long else 0)
 
     def _on_trace(self, backend: Exl3Backend, what: str) -> Row:
-        """One stream on a trace of its own, the slots as a fresh start has them: every policy gets the same warm-up."""
+        """One stream on a trace of its own, heat and slots as a fresh start has them: every policy gets the same warm-up."""
         args, before = self._args, {}
-        self._store_of().place(loader.spread(self._slots, self._records))
+        store, cold = self._store_of(), np.zeros(self._records, np.float32)
+        store.start_with(cold, cold)
+        store.place(loader.spread(self._slots, self._records))
         if what == "drift":
             self._routing.use(slice_traces.drifting(args.seed, args.warm + args.steps, depths_of(args.layers)))
         else:
@@ -403,10 +406,7 @@ class OurEngine:
 
     def after(self) -> Row:
         row: Row = {"ram_extra_gib": ram_extra_gib(self._loaded.records.arena.total_bytes, [self._arena_path])}
-        if self._peak is not None:
-            peak, samples = self._peak.take()
-            row |= {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
-        return row
+        return row | (vram_of(self._peak) if self._peak is not None else {})
 
     def facts(self) -> Row:
         return self._facts

@@ -253,6 +253,14 @@ def test_vram_is_read_as_the_driver_counts_it(tmp_path: Path) -> None:
         assert (peak, samples > 3) == (90, True)
         assert sampler.take()[0] == 7
 
+    def broken() -> int:
+        raise OSError("nvmlDeviceGetMemoryInfo gives 999")
+
+    with slice_machine.PeakSampler(broken, period_s=0.005) as sampler:
+        time.sleep(0.03)
+        assert sampler._thread.is_alive()
+        assert slice_machine.vram_of(sampler) == {}
+
 
 def test_memory_beside_the_arena(tmp_path: Path) -> None:
     """Anonymous and file pages of all processes, and segments beyond the arena; shared memory mapped twice counts once."""
@@ -261,7 +269,13 @@ def test_memory_beside_the_arena(tmp_path: Path) -> None:
         text = f"0-1 ---p [rollup]\nRss: 9 kB\nPss_Anon: {anon} kB\nPss_File: {file} kB\nPss_Shmem: 777777 kB\n"
         (tmp_path / str(pid) / "smaps_rollup").write_text(text)
     assert slice_machine.own_bytes([1, 2], tmp_path) == (1536 * 1024 + 2048) * 1024
-    assert slice_machine.own_bytes() > 10 << 20
+    own = slice_machine.own_bytes()
+    assert own is not None
+    assert own > 10 << 20
+    (tmp_path / "3").mkdir()
+    assert slice_machine.own_bytes([1, 3], tmp_path) is None
+    (tmp_path / "3" / "status").write_text("Name:\tx\nVmRSS:\t 99 kB\nRssAnon:\t    1024 kB\nRssFile:\t  1024 kB\nRssShmem:\t 5 kB\n")
+    assert slice_machine.own_bytes([3], tmp_path) == 2 << 20
     segment = tmp_path / "segment"
     segment.write_bytes(os.urandom(1 << 20))
     before = slice_machine.ram_extra_gib(0, [])
@@ -285,6 +299,11 @@ class FakeStore:
     def place(self, records: Any) -> None:
         self._events.append(("place", len(list(records))))
 
+    def start_with(self, slow: np.ndarray, fast: np.ndarray) -> None:
+        assert not slow.any()
+        assert not fast.any()
+        self._events.append("cold")
+
     def close(self) -> None:
         self._events.append("store closed")
 
@@ -294,7 +313,7 @@ class FakeBackend:
 
     def __init__(self, _model: Any, _cache: Any, store: FakeStore, records: Any, _replacements: Any, info: Any) -> None:
         self.experts, self.info, self.open, self.rows = types.SimpleNamespace(_records=records), info, 0, 0
-        self._model, self._pages = _model, types.SimpleNamespace(grow=lambda pages, tokens: pages.extend(range(-(-tokens // 256))))
+        self._model = _model
         self.prefills = 0
 
     def open_stream(self) -> Any:
@@ -303,6 +322,10 @@ class FakeBackend:
 
     def close_stream(self, _stream: object) -> None:
         self.open -= 1
+
+    def extend(self, stream: Any, tokens: int) -> bool:
+        stream.pages.extend(range(-(-tokens // 256) - len(stream.pages)))
+        return tokens <= self.info.max_context
 
     def prefill(self, _stream: object, ids: list[int], *, all_logits: bool) -> np.ndarray:
         assert not all_logits
