@@ -29,6 +29,9 @@ class ValueRules:
 
     def __init__(self, rules: list[str]) -> None:
         self._rules = rules
+        # Many arguments may refer to one long list: it is read once. Its document is kept with it, so that nothing else has its ids.
+        self._lists: dict[tuple[Any, ...], tuple[dict[str, Any], list[str] | None]] = {}
+        self._written: dict[tuple[str, ...], list[str]] = {}
 
     def rule(self, document: Document, parts: Sequence[Part]) -> str | None:
         """A Lark expression for values that satisfy all of `parts`; None when there is no such value.
@@ -43,9 +46,9 @@ class ValueRules:
         for way in document.alternatives(parts):
             kinds = kinds_of(way)
             narrow = narrowed(way, kinds)
-            listed = _listed(document, way)
+            listed = self._listed(document, way)
             if listed is not None:
-                choices += [choice if isinstance(choice, str) else _text(choice) for choice in listed]
+                choices += listed
                 continue
             rest = kinds - {"string"}
             if "string" in kinds:
@@ -59,7 +62,22 @@ class ValueRules:
             return None
         return rules[0] if len(rules) == 1 else f"({' | '.join(rules)})"
 
+    def _listed(self, document: Document, way: list[Part]) -> list[str] | None:
+        """The values that a way lists, as the model writes them."""
+        key = (id(document.root), *((name, id(value)) for _, schema in way for name, value in schema.items()))
+        if key not in self._lists:
+            values = _listed(document, way)
+            texts = None if values is None else [value if isinstance(value, str) else _text(value) for value in values]
+            self._lists[key] = document.root, texts
+        return self._lists[key][1]
+
     def _choices(self, choices: list[str]) -> list[str]:
+        key = tuple(choices)
+        if key not in self._written:
+            self._written[key] = self._rules_of(choices)
+        return self._written[key]
+
+    def _rules_of(self, choices: list[str]) -> list[str]:
         written = [literal(choice) or '""' for choice in dict.fromkeys(choices)]
         if len(written) <= _MAX_RULE_CHOICES:
             return written
