@@ -68,7 +68,7 @@ def prepare_exllamav3(args: argparse.Namespace) -> None:
 
 def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     """One command's cases."""
-    todo = [case for case in slice_cases.cases(command, args.warm + args.steps) if not rows.done(case.name)]
+    todo = slice_cases.missing(slice_cases.cases(command, args.warm + args.steps), rows)
     if not todo:
         print(f"{command}: everything is measured", flush=True)
         return

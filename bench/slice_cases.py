@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from bench.kept_rows import Row, Rows, reasons
@@ -18,7 +18,8 @@ STREAMS = (1, 2, 4, 8)
 STOCK_MS = {1: 23.3, 2: 36.0, 4: 79.5}
 SLOW = 1.15
 MOST_FAILURES = 2
-LONG = "@32k"
+LONG, LONG_SHARE = "@32k", 3
+MOST_STREAMS = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Case:
         return "32k" in self.what
 
     @property
+    def share(self) -> int:
+        """What part of all steps a decode case takes: behind a long context, and of eight streams, the cache is warm by then."""
+        return LONG_SHARE if self.long else 2 if self.streams == MOST_STREAMS else 1
+
+    @property
     def streams(self) -> int:
         """Of a decode case; the other kinds have one."""
         return int(self.what.removesuffix(LONG)[1:]) if self.kind == "decode" else 1
@@ -93,27 +99,30 @@ _EXPECTED_MS = {
     "in_place": {1: 27},
     "stock": {1: 23, 2: 36, 4: 80},
 }
+# The admission that is faster at C1, and the slower one: known when both have been measured.
+BEST, OTHER = "BEST", "OTHER"
+ADMISSIONS = ("in_step", "between_steps")
 # The most valuable first: what is left out by a lack of time stands last. Each change of the mode costs a second.
 _ORDER = (
     ("between_steps", "C1"),
     ("in_step", "C1"),
     ("resident", "C1 C2 C4 prefill8k"),
-    ("in_step", "C4 C2 prefill8k"),
-    ("between_steps", "C4 C2 prefill8k"),
+    (BEST, "C4 C2 prefill8k"),
     ("resident", "modules"),
     ("in_step_half_link", "C1"),
-    ("in_step", "drift scan C8 C1@32k prefill32k"),
-    ("between_steps", "drift scan C8 C1@32k prefill32k"),
-    ("resident", "C8 C1@32k prefill32k C4@32k"),
-    ("in_step", "C4@32k C2@32k C8@32k"),
-    ("between_steps", "C4@32k C2@32k C8@32k"),
+    (BEST, "drift scan C8 C1@32k prefill32k"),
+    ("resident", "C1@32k C8 prefill32k C4@32k"),
+    (OTHER, "C4 C2 prefill8k"),
+    (BEST, "C4@32k C2@32k C8@32k"),
     ("resident", "C2@32k C8@32k"),
     ("in_place", "C1"),
-    ("between_steps", "alternate"),
+    (BEST, "alternate"),
 )
+# Not worth a load of its own: it is measured when a command has the time, and not missed.
+_OPTIONAL = ("stock/C1@32k",)
 _STOCK_ORDER = {"stock": "C1 C4 C2 C1@32k", "stock_resident": "C1 C2 C4 prefill8k C1@32k prefill32k"}
 _PREFILL_S = {"prefill8k": 4.0, "prefill32k": 10.0}
-_STOCK_SPLIT_S = {"C1@32k": 60.0}  # never measured; it has a limit of its own
+_STOCK_SPLIT_S = {"C1@32k": 45.0}  # never measured; it has a limit of its own
 ENTER_S = 1.5
 
 
@@ -124,8 +133,8 @@ def _expected_s(mode: str, what: str, steps: int) -> float:
         return 3.0
     if what == "alternate":
         return 30.0  # it takes what time there is
-    case = Case("", mode, what, 0.0)
-    return 1 + steps * _EXPECTED_MS[mode][case.streams] / 1000 + (2.0 if what == "scan" else 0.0)
+    case, known = Case("", mode, what, 0.0), {BEST: "between_steps", OTHER: "between_steps"}.get(mode, mode)
+    return 1 + steps / case.share * _EXPECTED_MS[known][case.streams] / 1000 + (2.0 if what == "scan" else 0.0)
 
 
 def cases(side: str, steps: int) -> list[Case]:
@@ -176,6 +185,28 @@ class Engine(Protocol):
         ...
 
 
+def resolved(case: Case, rows: dict[str, Row]) -> Case:
+    """With the mode that BEST or OTHER stands for."""
+    if case.mode not in (BEST, OTHER):
+        return case
+    best = best_of(rows) or ADMISSIONS[1]
+    return replace(case, mode=best if case.mode == BEST else next(mode for mode in ADMISSIONS if mode != best))
+
+
+def missing(todo: list[Case], rows: Rows) -> list[Case]:
+    """What is not measured yet; nothing when that is not worth a load of its own. What has failed before comes last: it may fail again."""
+    left = [case for case in todo if not rows.done(resolved(case, rows.rows).name)]
+    if len(left) < len(todo) and all(case.name in _OPTIONAL for case in left):
+        return []
+    return sorted(left, key=lambda case: _failed(resolved(case, rows.rows), rows.rows))
+
+
+def _failed(case: Case, rows: dict[str, Row]) -> bool:
+    """True when the case failed, or the first one of its mode."""
+    mode = case.mode.removesuffix("_half_link")
+    return any("error" in rows.get(name, {}) for name in (case.name, "/".join(part for part in (case.side, mode, "C1") if part)))
+
+
 def run(
     todo: list[Case], modes: dict[str, Mode], engine: Engine, rows: Rows, deadline: float, check: Callable[[Case, Row], None] | None = None
 ) -> list[str]:
@@ -186,11 +217,11 @@ def run(
         check: may raise SystemExit when a row shows that the run is of no use.
     """
     skipped, inside, failures = [], "", 0
-    for case in todo:
+    for case in (resolved(each, rows.rows) for each in todo):
         if rows.done(case.name):
             continue
         if time.monotonic() + case.seconds > deadline:
-            skipped.append(case.name)
+            skipped += [case.name] if case.name not in _OPTIONAL else []
             continue
         try:
             if case.mode != inside:
@@ -230,9 +261,14 @@ def refuse_slow_stock(case: Case, row: Row) -> None:
 
 
 def _modes_of(rows: dict[str, Row]) -> Iterator[str]:
-    for mode in ("in_step", "between_steps"):
-        if "ms" in rows.get(f"ours/{mode}/C1", {}):
+    for mode in ADMISSIONS:
+        if "ms" in rows.get(f"ours/{mode}/C1", {}) and "error" not in rows[f"ours/{mode}/C1"]:
             yield mode
+
+
+def best_of(rows: dict[str, Row]) -> str | None:
+    """The admission that is faster at C1, of those that were measured."""
+    return min(_modes_of(rows), key=lambda mode: float(rows[f"ours/{mode}/C1"]["ms"]), default=None)
 
 
 def bound_ms(rows: dict[str, Row], facts: Row, mode: str, what: str) -> float | None:
@@ -262,8 +298,7 @@ def ratio(a: Any, b: Any, digits: int = 3) -> float | None:
     return round(float(a) / float(b), digits) if a and b else None
 
 
-# What is quoted, with the case that it needs on each side; `BEST` stands for the faster admission.
-BEST = "BEST"
+# What is quoted, with the case that it needs on each side.
 NEEDS: dict[str, tuple[str, ...]] = {
     "c1_tok_s": ("ours/BEST/C1",),
     "step_over_bound": ("ours/BEST/C1", "ours/resident/C1"),
@@ -304,7 +339,7 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     def ms(name: str) -> Any:
         return rows.get(name, {}).get("ms")
 
-    best = min(_modes_of(rows), key=lambda mode: ms(f"ours/{mode}/C1"), default=None)
+    best = best_of(rows)
     summary: Row = {"admission": best}
     for n in STREAMS:
         summary[f"c{n}_tok_s"] = rows.get(f"ours/{best}/C{n}", {}).get("tok_s")
@@ -328,7 +363,7 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     modules = rows.get("ours/resident/modules", {})
     summary |= {"resident_enqueue_ms": modules.get("enqueue_ms"), "resident_busy_ms": modules.get("busy_ms")}
     summary["resident_modules"] = {row["module"]: [row["enqueue_us"], row["busy_us"]] for row in modules.get("modules", ())} or None
-    turns = rows.get("ours/between_steps/alternate", {})
+    turns = rows.get(f"ours/{best}/alternate", {})
     summary |= {"alternations": turns.get("rounds"), "alternations_equal": turns.get("equal")}
     ours = [row for name, row in rows.items() if name.startswith(("ours/in_step", "ours/between_steps"))]
     summary["ram_extra_gib"] = max((row["ram_extra_gib"] for row in ours if row.get("ram_extra_gib") is not None), default=None)

@@ -40,7 +40,6 @@ CARD_MIB = 24_564  # of the card that the model is meant for; torch may take no 
 CHUNK = 8192
 PAGES_BEHIND = 2 * PAGE_TOKENS  # of a long context: what decode adds to it, rounded up
 ROUNDS, ROUND_STEPS = 50, 4  # of long prefills and decode steps in turns
-LONG_SHARE = 3  # decode behind a long context takes a third of the steps: the cache is warm by then
 
 
 def depths_of(layers: int) -> tuple[int, ...]:
@@ -330,8 +329,7 @@ class OurEngine:
             return self._alternate(self._backend)
         if case.kind == "trace":
             return self._on_trace(self._backend, case.what)
-        share = LONG_SHARE if case.long else 1
-        warm, steps = max(1, args.warm // share), max(1, args.steps // share)
+        warm, steps = max(1, args.warm // case.share), max(1, args.steps // case.share)
         return decode(self._backend, self._routing, case.streams, warm, steps, self._deadline, context=args.context if case.long else 0)
 
     def _on_trace(self, backend: Exl3Backend, what: str) -> Row:

@@ -22,7 +22,7 @@ from bench.slice_cases import Case, Mode
 
 PROMPT = 64
 MORE_TOKENS = 4096  # of the cache, beside one long context
-CASE_S = 90.0  # of a case that nobody has measured: a long prompt through the split
+CASE_S = 60.0  # of a case that nobody has measured: a long prompt through the split
 CHUNK = 2048
 WARM_STEPS = 40
 CHILD_S = 5.0
@@ -158,7 +158,7 @@ class StockEngine:
         warm = min(WARM_STEPS, self._args.warm)
         if not case.long:
             return self._decode(case.streams, self._args.steps, warm)
-        return self._decode(case.streams, max(1, self._args.steps // 3), warm, tokens) | {"context": tokens}
+        return self._decode(case.streams, max(1, self._args.steps // case.share), warm, tokens) | {"context": tokens}
 
     def _prefill(self, tokens: int) -> Row:
         times = []

@@ -133,7 +133,7 @@ def test_a_bench_gets_less_time_than_its_step(session: Session) -> None:
 
 
 def test_a_step_that_fails_is_told_and_left_for_the_next_part(session: Session) -> None:
-    """The others go on; its last words are shown; in the same part it does not begin again."""
+    """The others go on; its last words are shown; in the same part it begins a few times at most."""
     session.on("gpu_exact_slice ours", "CUDA error: an illegal memory access\n", 3)
     session.on("gpu_exact_slice stock ", '{"name": "stock/C1", "error": "slow"}\n')
     code, steps, said = session.part(1)
@@ -141,7 +141,7 @@ def test_a_step_that_fails_is_told_and_left_for_the_next_part(session: Session) 
     assert "ours: failed with 3" in said
     assert "an illegal memory access" in said
     assert "stock: some rows failed" in said
-    assert (steps.count("ours"), steps.count("stock"), steps[-1]) == (1, 1, "figures")
+    assert (steps.count("ours"), steps.count("stock"), steps[-1]) == (3, 1, "figures")  # ours begins behind the row that broke it
     assert "not finished: ours\n" in said
     session.forget()
     code, steps, _ = session.part(2)
