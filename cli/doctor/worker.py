@@ -16,6 +16,7 @@ from services.common.ops_http import split_address
 from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
+from services.gpu_worker.tokenizer_files import TokenizerFiles
 
 MIN_NVME_CAP = 15 * GIB
 # Of the default repository: the files, and a little; and the expert records in them.
@@ -105,6 +106,7 @@ def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, mea
         return
     try:
         checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
+        TokenizerFiles.from_directory(pathlib.Path(settings.model_dir))
         shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
     except CheckpointError as error:
         yield fail("checkpoint", error.message, _checkpoint_fix(settings.model_dir))
@@ -115,8 +117,17 @@ def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, mea
         return
     if pinned:
         yield from hardware.memlock(machine, need, settings.mode)
+    else:
+        yield from _context(settings, checkpoint)
     if measure_room:
         yield from sharedmem.room(settings.shm_dir, settings.instance, need, machine.memory())
+
+
+def _context(settings: GpuWorkerSettings, checkpoint: Checkpoint) -> Iterator[Finding]:
+    try:
+        cpu.resolve_context(settings.context_tokens, checkpoint.config)
+    except ConfigError as error:
+        yield fail("context", error.message)
 
 
 def _to_be_fetched(settings: GpuWorkerSettings) -> Finding:

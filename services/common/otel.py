@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+import urllib.parse
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator
 
 from services.common.errors import ConfigError
 
@@ -12,6 +15,17 @@ if TYPE_CHECKING:
 
 _EXPORT_TIMEOUT_S = 5
 _MAX_QUEUED_SPANS = 2048
+
+
+def _checked(endpoint: str) -> str:
+    if endpoint:
+        url = urllib.parse.urlsplit(endpoint)
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise ValueError("need a URL, e.g. http://collector:4318/v1/traces")
+    return endpoint
+
+
+OptionalEndpoint = Annotated[str, AfterValidator(_checked)]
 
 
 def provider_for(endpoint: str, service: str) -> TracerProvider:

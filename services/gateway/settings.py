@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 
 from services.common.command import COMMAND
+from services.common.otel import OptionalEndpoint
 from services.common.settings import ServiceSettings
 
 Effort = Literal["low", "high", "max"]
@@ -152,7 +153,7 @@ class GatewaySettings(ServiceSettings):
     redis_timeout_ms: int = Field(
         50, validation_alias="GLM53_REDIS_TIMEOUT_MS", ge=1, le=10_000, description="A Redis call that takes longer counts as failed."
     )
-    otlp_endpoint: str = Field(
+    otlp_endpoint: OptionalEndpoint = Field(
         "",
         validation_alias="GLM53_OTLP_ENDPOINT",
         description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the extra `otel`.",

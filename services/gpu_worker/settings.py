@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from services.common.ops_http import OptionalAddress
+from services.common.otel import OptionalEndpoint
 from services.common.settings import ServiceSettings
 
 LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
@@ -200,7 +201,7 @@ class GpuWorkerSettings(ServiceSettings):
     watchdog_s: float = Field(
         60.0, validation_alias="GLM53_WATCHDOG_S", gt=0, le=3600, description="Work pending without progress for so long ends the worker."
     )
-    otlp_endpoint: str = Field(
+    otlp_endpoint: OptionalEndpoint = Field(
         "",
         validation_alias="GLM53_OTLP_ENDPOINT",
         description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the extra `otel`.",
