@@ -70,22 +70,22 @@ def gpu() -> Problem:
     return None
 
 
-def memory(layers: int, available: int | None = None, free_shm: int | None = None, there: int | None = None) -> Problem:
-    """Room for the slice.
+def memory(layers: int, total: int | None = None, free_shm: int | None = None, there: int | None = None) -> Problem:
+    """Room for the slice. What is available now says less: memory of lent machines may grow when it is touched.
 
     Args:
         layers: MoE layers of it.
-        available: bytes of RAM that can be had; free_shm: of /dev/shm; there: what earlier commands left in /dev/shm. None: as they are.
+        total: bytes of RAM; free_shm: of /dev/shm; there: what earlier commands left in /dev/shm. None: as they are.
     """
     there = slice_bytes() if there is None else there
-    available = (mem_available() if available is None else available) + there
+    total = mem_info("MemTotal") if total is None else total
     free_shm = (shutil.disk_usage(SHM).free if free_shm is None else free_shm) + there
     ram, shm = (FIXED_GIB + copies * layers * LAYER_GIB for copies in (RAM_COPIES, SHM_COPIES))
     fewer = "take fewer with GPU_SESSION_LAYERS, or empty /dev/shm"
     if free_shm < shm * GIB:
         return f"{layers} MoE layers need {shm:.0f} GiB of /dev/shm, {free_shm / GIB:.0f} are free: {fewer}"
-    if available < ram * GIB:
-        return f"{layers} MoE layers need {ram:.0f} GiB of RAM beside stock's split, {available / GIB:.0f} are there: {fewer}"
+    if 0 < total < ram * GIB:
+        return f"{layers} MoE layers need {ram:.0f} GiB of RAM beside stock's split, there are {total / GIB:.0f}: {fewer}"
     return None
 
 
@@ -98,10 +98,10 @@ def slice_bytes() -> int:
     return total
 
 
-def mem_available() -> int:
-    """Bytes."""
+def mem_info(name: str) -> int:
+    """Bytes, 0 where the kernel does not tell."""
     for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
 
@@ -122,7 +122,9 @@ def main(argv: list[str] | None = None) -> int:
         needed |= {"GPU": gpu, "memory": lambda: memory(args.layers)}
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.1f} GiB"
-    print(f"boot {boot_id()}, {os.cpu_count()} CPUs, {mem_available() / GIB:.0f} GiB of RAM to be had, memlock {told}")
+    print(
+        f"boot {boot_id()}, {os.cpu_count()} CPUs, {mem_info('MemAvailable') / GIB:.0f} of {mem_info('MemTotal') / GIB:.0f} GiB of RAM to be had, memlock {told}"
+    )
     wrong = 0
     for name, check in needed.items():
         began = time.monotonic()

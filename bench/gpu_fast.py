@@ -11,8 +11,10 @@ from `bench.gpu_exact_slice`'s result file of the same boot, those of the kernel
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ TINY = report.ROOT / "models" / "tiny" / "checkpoint"
 GROUPS = (1, 1, 2, 4, 8, 8, 8, 8)
 STEPS = 56
 NOISE_SEEDS = 8
+MOST_FAILURES = 2
 RESULTS = report.ROOT / "docs" / "results"
 
 
@@ -66,6 +69,7 @@ class Results:
         self._others = fast_figures.Others(slice_file, kernel_file)
         self.kept = Rows(self.state, out, started, self._summarise)
         self.left_out: list[str] = []
+        self.errors = 0
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -91,6 +95,23 @@ class Results:
     def row(self, **names: Any) -> dict[str, Any]:
         """A row that is there."""
         return self.kept.rows[fast_figures.key_of(names)]
+
+    def failed(self, **names: Any) -> bool:
+        """True when the last try of such a row failed."""
+        return "error" in self.kept.rows.get(fast_figures.key_of(names), {})
+
+    @contextlib.contextmanager
+    def trying(self, *rows: dict[str, Any]) -> Iterator[None]:
+        """An error inside becomes a row: the first of these, by their names, that is not there; the second error of a command ends it."""
+        try:
+            yield
+        except Exception as error:
+            self.errors += 1
+            traceback.print_exc()
+            names = next((names for names in rows if not self.done(**names)), rows[-1])
+            self.add(**names, error=f"{type(error).__name__}: {error}")
+            if self.errors >= MOST_FAILURES:
+                raise
 
     def leave_out(self, name: str) -> None:
         """Says that there was no time for something."""
@@ -154,18 +175,20 @@ def _exact(rig: Rig, setting: Any, groups: list[list[list[int]]], results: Resul
 def _placements(rig: Rig, setting: Any, groups: list[list[list[int]]], results: Results, steps: int, exact: Run, fed: Any) -> None:
     """A hash for every placement; the first one's distance to `exact`."""
     reference: Run | None = None
-    for placement in placements(setting):
+    every = sorted(placements(setting), key=lambda placement: results.failed(part="fidelity", name=placement.name))
+    for placement in every:
         if results.done(part="fidelity", name=placement.name):
             continue
         if not rig.time_left():
             results.leave_out(placement.name)
             continue
-        run, _ = rig.forced(placement, groups, fed, steps)
-        reference = reference or run
-        facts = {"differing": fast_fidelity.steps_differing(reference, run), **run.facts}
-        results.add(part="fidelity", name=placement.name, placement=True, hash=fast_fidelity.digest(run), **facts)
-        if not results.done(part="fidelity", name="fast against exact"):
-            results.add(part="fidelity", name="fast against exact", **fast_fidelity.distance(exact, run))
+        with results.trying({"part": "fidelity", "name": placement.name}):
+            run, _ = rig.forced(placement, groups, fed, steps)
+            reference = reference or run
+            facts = {"differing": fast_fidelity.steps_differing(reference, run), **run.facts}
+            results.add(part="fidelity", name=placement.name, placement=True, hash=fast_fidelity.digest(run), **facts)
+            if not results.done(part="fidelity", name="fast against exact"):
+                results.add(part="fidelity", name="fast against exact", **fast_fidelity.distance(exact, run))
 
 
 def parse() -> argparse.Namespace:

@@ -127,8 +127,10 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
         with contextlib.ExitStack() as inside:
             watch = Watch(rig, inside)
             resident = measure_resident(rig, results, routing, args, watch)
-            for one in settings_of_speed(args.threads):
-                measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
+            every = settings_of_speed(args.threads)
+            for one in sorted(every, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
+                with results.trying(*(key_of(one.setting, n) for n in one.streams)):
+                    measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
     finally:
         for lane in lanes_of.values():
             lane.close()

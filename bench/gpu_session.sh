@@ -184,7 +184,8 @@ case $PART in
     step stock_resident 100 70
     step exact 150 50
     step int_kernel 45 30
-    step tests_kernel 60 30 ;;
+    step tests_kernel 60 30
+    step kept 90 40 ;;
 esac
 fill prepare 90 25 ours "$LIMIT" 100 ours "$LIMIT" 100 fast 400 100 fast 400 100 stock 300 160 fidelity 200 60 stock_resident 120 75 exact 200 50 int_kernel 45 30 \
   tests_fast 110 40 tests_kernel 60 30 kept 90 40

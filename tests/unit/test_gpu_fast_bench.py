@@ -283,6 +283,32 @@ def test_the_fidelity_part_goes_on_where_it_was_cut_off(tmp_path: Path, monkeypa
     assert results.summary["placements"] == len(names)
 
 
+def test_a_setting_that_breaks_does_not_stand_before_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row says what broke; one more and the command ends; the next command begins with what has not failed."""
+    monkeypatch.setattr(gpu_fast, "GROUPS", (1,))
+    names = [placement.name for placement in gpu_fast.placements(Setting)]
+
+    class Breaking(CountingRig):
+        def forced(self, setting: Setting, groups: Any, continuations: Any, steps: int) -> tuple[Run, Any]:
+            if setting.name in names[1:3]:
+                self.ran.append(setting.name)
+                raise RuntimeError("the lane does not come back")
+            return super().forced(setting, groups, continuations, steps)
+
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
+    rig = Breaking(100)
+    with pytest.raises(RuntimeError, match="the lane does not come back"):
+        gpu_fast.fidelity(rig, Setting, [[1, 2]], results, steps=3)
+    assert rig.ran == ["exact", "exact", *names[:3]]
+    assert results.row(part="fidelity", name=names[1])["error"] == "RuntimeError: the lane does not come back"
+    assert results.summary["placement_invariant"] is None  # one placement alone
+    again, rig = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows"), Breaking(100)
+    with pytest.raises(RuntimeError, match="the lane does not come back"):
+        gpu_fast.fidelity(rig, Setting, [[1, 2]], again, steps=3)
+    assert rig.ran == [*names[3:], *names[1:3]]
+    assert again.summary["placements"] == len(names) - 2
+
+
 def test_a_placement_with_other_bits_is_told(tmp_path: Path) -> None:
     """By the hashes of rows, whichever command wrote them; nothing is claimed of one placement alone."""
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
@@ -358,6 +384,18 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     assert summary["planner_steps"] is not None
     monkeypatch.setattr(gpu_fast_parts, "load_slice", None)
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)  # everything is there: nothing is loaded
+
+
+def test_an_error_takes_no_row_back(tmp_path: Path) -> None:
+    """It is the first row of its setting that is missing."""
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}})
+    rows = [gpu_fast_parts.key_of(Setting("fast"), streams) for streams in (1, 4, 2)]
+    with results.trying(*rows):
+        results.add(**rows[0], tok_s=100.0)
+        raise RuntimeError("x")
+    assert results.row(**rows[0]) == {**rows[0], "tok_s": 100.0}
+    assert results.row(**rows[1])["error"] == "RuntimeError: x"
+    assert (results.done(**rows[0]), results.done(**rows[1])) == (True, False)
 
 
 def remade(rig: Any, lane: Any, deadline: float) -> Any:

@@ -87,7 +87,7 @@ def session(tmp_path: Path) -> Session:
 OWN = {
     1: ["check", "tests_fast", "prepare", "ours"],
     2: ["check", "prepare", "stock", "fast"],
-    3: ["check", "fidelity", "prepare", "stock_resident", "exact", "int_kernel", "tests_kernel"],
+    3: ["check", "fidelity", "prepare", "stock_resident", "exact", "int_kernel", "tests_kernel", "kept"],
 }
 
 
@@ -251,8 +251,9 @@ def test_the_check_names_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyP
     """Packages, kernels, GPU, exllamav3, machine code, room; the exit code says that the benches cannot run."""
     gib = gpu_check.GIB
     assert gpu_check.memory(12, 125 * gib, 128 * gib, 0) is None
-    assert gpu_check.memory(12, 60 * gib, 60 * gib, 66 * gib) is None  # the slice is there already
-    assert "12 MoE layers need 109 GiB of RAM beside stock's split, 90 are there" in str(gpu_check.memory(12, 90 * gib, 128 * gib, 0))
+    assert gpu_check.memory(12, 125 * gib, 60 * gib, 66 * gib) is None  # the slice is there already
+    assert gpu_check.memory(12, 0, 128 * gib, 0) is None  # a kernel that does not tell
+    assert "12 MoE layers need 109 GiB of RAM beside stock's split, there are 90" in str(gpu_check.memory(12, 90 * gib, 128 * gib, 0))
     assert "12 MoE layers need 77 GiB of /dev/shm, 64 are free" in str(gpu_check.memory(12, 125 * gib, 64 * gib, 0))
     monkeypatch.setattr(gpu_check, "MODULES", ("json", "no_such_package"))
     assert gpu_check.main([]) == 2
