@@ -121,7 +121,8 @@ def main(argv: list[str] | None = None) -> int:
     if not args.dry_run:
         needed |= {"GPU": gpu, "memory": lambda: memory(args.layers)}
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / GIB:.1f} GiB"
+    told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 20} MiB"
+    ram = " of ".join(f"{mem_info(name) / GIB:.0f}" for name in ("MemAvailable", "MemTotal"))
     print(
         f"boot {boot_id()}, {os.cpu_count()} CPUs, {mem_info('MemAvailable') / GIB:.0f} of {mem_info('MemTotal') / GIB:.0f} GiB of RAM to be had, memlock {told}"
     )
