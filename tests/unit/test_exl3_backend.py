@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
 from services.gpu_worker.patches.replace import Replacements
+from tests.worker.harness import until
+from tests.worker.test_arena_check import FakeArena, reload
 
 VOCAB = 11
 
@@ -73,6 +77,9 @@ class FakeExperts:
 
     def stats(self) -> dict[str, Any]:
         return {"slots": 1}
+
+    def repair(self, layer: int, expert: int, data: Any) -> None:
+        self.events.append((layer, expert, data.tolist()))
 
     def close(self) -> None:
         self.events.append("experts closed")
@@ -211,16 +218,17 @@ def test_more_tokens_than_the_cache_has_fail_this_call_alone(made: Any) -> None:
 
 
 def test_closing_takes_addresses_back_before_patches_and_memory_go(made: Any) -> None:
-    """Heat is saved first; then slots are let go, patches taken out, the model unloaded, the records unpinned, the arena unmapped."""
+    """The arena's check ends, heat is saved; slots are let go, patches taken out, the model unloaded, records unpinned and unmapped."""
     backend, model, _, experts = made
     order = model.events = experts.events
     records = types.SimpleNamespace(close=lambda: order.append("unpinned"))
     records.arena = types.SimpleNamespace(close=lambda: order.append("unmapped"))
     backend._records = records
     backend._heat = types.SimpleNamespace(close=lambda: order.append("heat saved"))
+    backend.check = types.SimpleNamespace(close=lambda: order.append("check ended"))
     backend._replacements = types.SimpleNamespace(undo=lambda: order.append("patches out"))
     backend.close()
-    assert order == ["heat saved", "experts closed", "patches out", "unloaded", "unpinned", "unmapped"]
+    assert order == ["check ended", "heat saved", "experts closed", "patches out", "unloaded", "unpinned", "unmapped"]
 
 
 def test_a_device_error_ends_the_backend_and_others_do_not(made: Any) -> None:
@@ -254,3 +262,68 @@ def test_more_streams_than_a_pass_takes_have_turns_in_one_step(made: Any) -> Non
     assert [params["cache_seqlens"].tolist() for _, params in model.calls] == [[3], [3]]
     assert model.calls[0][1]["block_table"][0, 0] != model.calls[1][1]["block_table"][0, 0]
     assert experts.events == ["between"] * 3
+
+
+def test_a_repair_waits_for_the_pass_and_comes_before_the_next(made: Any) -> None:
+    """However close passes follow each other: the record is replaced while none reads it."""
+    backend, model, _, experts = made
+    stream = backend.open_stream()
+    inside, go_on, forward = threading.Event(), threading.Event(), model.forward
+
+    def slow(*args: Any) -> Any:
+        inside.set()
+        experts.events.append("pass begins")
+        assert go_on.wait(10)
+        try:
+            return forward(*args)
+        finally:
+            experts.events.append("pass ends")
+
+    model.forward = slow
+
+    def passes() -> None:
+        for _ in range(3):
+            backend.decode([stream], [1])
+
+    threads = [threading.Thread(target=passes), threading.Thread(target=backend.repair, args=(1, 2, np.array([7], np.uint8)))]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    until(lambda: backend._passes._door.locked(), "the repair waits")
+    assert (1, 2, [7]) not in experts.events
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    one = ["pass begins", "pass ends", "between"]
+    assert experts.events == [*one, (1, 2, [7]), *one, *one]
+
+
+def test_a_pass_that_does_not_end_is_not_waited_for_for_ever(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check is told by an error of its own kind, and passes go on."""
+    backend, _, _, experts = made
+    monkeypatch.setattr(module, "REPAIR_WAIT_S", 0.05)
+    with backend._passes.in_pass(), pytest.raises(OSError, match="a pass has not ended"):
+        backend.repair(0, 0, np.array([1], np.uint8))
+    backend.decode([backend.open_stream()], [1])
+    assert experts.events == ["between"]
+
+
+def test_a_device_error_in_a_repair_loses_the_record_and_a_lost_record_the_backend(made: Any) -> None:
+    """The next pass of any kind refuses, and no later worker finds the arena."""
+    backend, model, _, experts = made
+    stream = backend.open_stream()
+
+    def broken(*_args: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    experts.repair = broken
+    arena = FakeArena((1, 2))
+    backend.check = ArenaCheck(arena, reload, backend.repair)
+    backend.check.start()
+    until(lambda: backend.check.lost != "", "the record is lost")
+    for call in (lambda: backend.decode([stream], [1]), lambda: backend.prefill(stream, [1], all_logits=False)):
+        with pytest.raises(BackendLostError, match=r"layer 1, expert 2 .* the GPU failed: CUDA error"):
+            call()
+    assert model.calls == []
+    assert not arena.has_name
+    assert backend.stats()["arena_check"] == {"checked": 7, "bad": 1, "repaired": 0, "done": False}

@@ -60,7 +60,7 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: setattr(FakeEvent, "done", True))
     monkeypatch.setattr(experts, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
 
 
@@ -76,7 +76,15 @@ class FakeRecords:
         self.pristine = self.host.clone()
         self.num_bytes = self.host.numel()
         self.offsets = np.array([[getattr(shape, row) for row in pointer_tables.ROWS] for shape in self.shapes], np.int64)
-        self.arena = types.SimpleNamespace(check=lambda layer, expert: True)
+        self.arena = types.SimpleNamespace(check=lambda layer, expert: True, rewrite=self._rewrite)
+
+    def _rewrite(self, layer: int, expert: int, data: np.ndarray) -> None:
+        assert FakeEvent.done, "a copy that still runs reads the record"
+        self.host[layer * EXPERTS + expert] = torch.from_numpy(data)
+
+    def damage(self, record: int) -> None:
+        """Other bytes than were loaded."""
+        self.host[record] ^= 0x5A
 
     def addresses(self, layer: int) -> np.ndarray:
         return self.host.data_ptr() + (layer * EXPERTS + np.arange(EXPERTS, dtype=np.int64)) * self.stride
@@ -261,3 +269,55 @@ def test_a_warm_up_leaves_the_cache_alone() -> None:
     stats = world.store.stats()
     assert (stats["decode_picks"], stats["staged_passes"], stats["slots_used"]) == (0, 0, 0)
     assert world.store.placement.slot(0) == NONE
+
+
+def repair_in_the_middle(world: World, draw: random.Random, *, landing: bool) -> None:
+    """A record goes bad and is read and copied so, then repaired; every pass afterwards reads what was loaded.
+
+    Args:
+        landing: the last step's copies are still under way.
+    """
+    layer, expert = draw.randrange(LAYERS), draw.randrange(EXPERTS)
+    record = layer * EXPERTS + expert
+    pristine = world.records.pristine.clone()
+    world.records.damage(record)
+    # Until the repair the bad bytes are the record's, as a re-attached arena's are.
+    world.records.pristine[record] = world.records.host[record]
+    for _ in range(draw.randint(1, 4)):
+        world.decode(draw, rows=8)
+    if draw.random() < 0.5:
+        world.prefill(layers=draw.randint(1, LAYERS))
+    world.records.pristine = pristine
+    FakeEvent.done = not landing
+    world.store.repair(layer, expert, pristine[record].numpy())
+    world.read(layer, expert)
+    world.read_tensors(layer, expert)
+    for step in range(6):
+        world.decode(draw, rows=8)
+        if step % 2:
+            world.prefill()
+    assert torch.equal(world.records.host, pristine)
+    report = world.store.verify()
+    assert (report.records_bad, report.slots_bad) == (0, 0)
+
+
+@pytest.mark.parametrize("landing", [False, True])
+@pytest.mark.parametrize("num_slots", [0, 1, 6, LAYERS * EXPERTS])
+def test_a_repaired_record_is_read_by_the_next_pass(num_slots: int, landing: bool) -> None:
+    """From its slot or in place, after decode steps and prefills; no copy of the bad bytes is left in a slot."""
+    for seed in range(8):
+        options = ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9)
+        repair_in_the_middle(World(num_slots, options), random.Random(seed), landing=landing)
+
+
+def test_a_repair_ends_a_prefill_that_broke_off() -> None:
+    """A pass that failed inside a staged layer left that layer's tables at staged copies."""
+    world = World(6, ExpertOptions(stage_min_rows=9))
+    world.records.damage(1)
+    world.store.begin_prefill(100)
+    world.store.before_experts(0, 100, None)
+    assert world.store._staged_slot(0, 1) != NONE
+    world.store.repair(0, 1, world.records.pristine[1].numpy())
+    for expert in range(EXPERTS):
+        world.read(0, expert)
+        world.read_tensors(0, expert)

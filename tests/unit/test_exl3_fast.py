@@ -227,3 +227,27 @@ def test_why_the_kernels_cannot_run_is_said() -> None:
     assert fast.why_not([good, good], built[-1]) == ""
     assert "layer 1: k_down = 5" in fast.why_not([good, ExpertShape.create(256, 128, (3, 3, 5))], built[-1])
     assert f"compute capabilities {', '.join(built)}, this GPU has 75" in fast.why_not([good], "75")
+
+
+def test_a_repaired_record_is_computed_from_by_the_next_step(made: Stage) -> None:
+    """Records that were bad when they were copied into slots: after their repair every step has the bits of the whole arena."""
+    world = World(made, 9, lane=False)
+    whole = world.oracle
+    records = [(layer, expert) for layer in range(LAYERS) for expert in range(0, EXPERTS, 2)]
+    pristine = {record: made.arena.record(*record).copy() for record in records}
+    for layer, expert in records:
+        start = int(world.records.shapes[layer].gate_trellis)
+        world.records.host[layer * EXPERTS + expert, start : start + 512] ^= 0x5A
+    world.oracle = harness.Oracle(made.arena)
+    for _ in range(6):
+        world.decode()
+    assert any(world.store._record_in(slot) % 2 == 0 for slot in range(9))
+    for (layer, expert), data in pristine.items():
+        world.store.repair(layer, expert, data)
+        assert made.arena.check(layer, expert)
+    world.oracle = whole
+    for _ in range(6):
+        world.decode()
+    report = world.store.verify()
+    assert (report.records_bad, report.slots_bad) == (0, 0)
+    world.store.close()

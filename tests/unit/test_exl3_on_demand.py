@@ -136,3 +136,12 @@ def test_a_failed_copy_loses_the_backend_at_the_step_s_end(driver: ImmediateDriv
     world.store.before_experts(0, 1, sel)
     with pytest.raises(BackendLostError, match="a copy to the GPU failed"):
         world.store.between_passes()
+
+
+@pytest.mark.parametrize("num_slots", [1, 9, 20, LAYERS * EXPERTS])
+def test_a_repaired_record_is_read_by_the_next_pass(driver: ImmediateDriver, num_slots: int) -> None:
+    """From its slot, passing through one, or in place; no copy of the bad bytes is left in a slot."""
+    for seed in range(8):
+        world = make(num_slots)
+        base.repair_in_the_middle(world, random.Random(seed), landing=False)
+        world.store.close()

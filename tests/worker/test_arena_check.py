@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 from kernels.python import segments
 from kernels.python.arena import Arena
 from services.common.errors import CheckpointError, Glm53Error
-from services.gpu_worker.backends import cpu
+from services.gpu_worker.backends import cpu, cpu_arena
 from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.cpu import CpuBackend
+from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
 from tests.worker.harness import RunningWorker, until
@@ -29,6 +31,7 @@ class FakeArena:
 
     num_layers = 3
     experts_per_layer = 4
+    has_name = True
 
     def __init__(self, *damaged: tuple[int, int]) -> None:
         self.damaged = set(damaged)
@@ -42,6 +45,9 @@ class FakeArena:
     def repair(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:
         assert data.tolist() == [layer, expert]
         self.damaged.remove((layer, expert))
+
+    def unlink(self) -> None:
+        self.has_name = False
 
 
 def reload(layer: int, expert: int) -> NDArray[np.uint8]:
@@ -73,6 +79,10 @@ def test_a_record_that_cannot_be_reloaded_loses_the_arena() -> None:
     stats = finished(check)
     assert (stats["bad"], stats["repaired"], stats["done"]) == (1, 0, False)
     assert check.lost == "the record of layer 1, expert 2 is damaged and cannot be reloaded: model.safetensors is truncated"
+    assert arena.has_name
+    with pytest.raises(BackendLostError, match=r"expert 2 is damaged"):
+        check.refuse_lost()
+    assert not arena.has_name
 
 
 def test_closing_ends_a_check_that_runs() -> None:
@@ -133,6 +143,40 @@ def test_a_restarted_worker_repairs_what_it_took_over(
     report = backend.verify()
     assert (report.records_bad, report.slots_bad) == (0, 0)
     assert heir.generate(max_tokens=12).ids == expected
+
+
+def test_a_gpu_worker_checks_the_records_that_it_took_over(checkpoint_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The same check with the GPU backend's way of repairing; an arena that the worker filled itself is not checked."""
+    checkpoint = Checkpoint(checkpoint_dir)
+    shapes = cpu_arena.expert_shapes(checkpoint)
+    settings = GpuWorkerSettings.load({}, model_dir=str(checkpoint_dir), shm_dir=str(tmp_path), expert_backend="in_process")
+    repaired: list[tuple[int, int]] = []
+    for reattached in (False, True):
+        arena, _ = cpu.open_arena(settings, checkpoint, shapes, lambda _fraction, _what: None)
+
+        def repair(layer: int, expert: int, data: NDArray[np.uint8], arena: Arena = arena) -> None:
+            repaired.append((layer, expert))
+            arena.rewrite(layer, expert, data)
+
+        backend: Any = types.SimpleNamespace(check=None, repair=repair)
+        loader.check_kept_records(backend, arena, checkpoint, shapes)
+        assert (backend.check is not None) is reattached
+        if reattached:
+            until(lambda check=backend.check: check.done, "every record is checked")
+            backend.check.close()
+            assert backend.check.stats() == {
+                "checked": arena.num_records,
+                "bad": 2,
+                "repaired": 2,
+                "done": True,
+            }
+            assert all(arena.check(layer, expert) for layer in range(arena.num_layers) for expert in range(arena.experts_per_layer))
+        arena.close()
+        del arena, repair, backend
+        gc.collect()  # with the last user of the mapping goes its lock
+        if not reattached:
+            damage(tmp_path, (0, 3), (2, 5))
+    assert repaired == [(0, 3), (2, 5)]
 
 
 def test_a_lost_arena_ends_the_worker_and_is_not_taken_over_again(

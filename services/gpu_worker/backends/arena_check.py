@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.python.errors import KernelError
+from kernels.python.expert import ExpertShape
 from services.common.errors import CheckpointError
+from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.cpu_arena import fill_record
+from services.gpu_worker.checkpoint import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,13 @@ class CheckedArena(Protocol):
         """True when the record equals its checksum."""
         ...
 
+    def unlink(self) -> None:
+        """Takes the arena's name away: no later worker finds it."""
+        ...
+
+
+Repair = Callable[[int, int, NDArray[np.uint8]], None]
+
 
 class ArenaCheck:
     """A thread that checks an arena once and reloads what is damaged.
@@ -45,12 +56,10 @@ class ArenaCheck:
     Args:
         arena: re-attached and sealed.
         reload: the true bytes of a record (arena layer, expert), uint8 [record_bytes], from the checkpoint.
-        repair: puts these bytes into the arena, between two passes (TierEngine.repair).
+        repair: puts these bytes into the arena, between two passes, and empties slots that hold a copy of what was there.
     """
 
-    def __init__(
-        self, arena: CheckedArena, reload: Callable[[int, int], NDArray[np.uint8]], repair: Callable[[int, int, NDArray[np.uint8]], None]
-    ) -> None:
+    def __init__(self, arena: CheckedArena, reload: Callable[[int, int], NDArray[np.uint8]], repair: Repair) -> None:
         self._arena = arena
         self._reload = reload
         self._repair = repair
@@ -71,6 +80,12 @@ class ArenaCheck:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(END_WAIT_S)
+
+    def refuse_lost(self) -> None:
+        """Raises BackendLostError when a record is damaged for good; the next worker then fills a new arena."""
+        if self.lost:
+            self._arena.unlink()
+            raise BackendLostError(self.lost)
 
     def stats(self) -> dict[str, int | bool]:
         """checked, bad and repaired records; done when every record was looked at."""
@@ -107,3 +122,19 @@ class ArenaCheck:
             log.critical("%s", self.lost)
             return
         self.repaired += 1
+
+
+def of_checkpoint(arena: CheckedArena, checkpoint: Checkpoint, shapes: Sequence[ExpertShape], repair: Repair) -> ArenaCheck:
+    """The check of an arena whose records are a checkpoint's.
+
+    Args:
+        shapes: of every arena layer; arena layer i is the i-th layer with routed experts.
+        repair: as ArenaCheck's.
+    """
+
+    def reload(layer: int, expert: int) -> NDArray[np.uint8]:
+        record = np.empty(shapes[layer].record_bytes, np.uint8)
+        fill_record(checkpoint, checkpoint.config.moe_layers[layer], expert, shapes[layer], record)
+        return record
+
+    return ArenaCheck(arena, reload, repair)

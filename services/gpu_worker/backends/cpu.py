@@ -13,9 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kernels.python import host, segments, text_ops
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
@@ -25,7 +22,7 @@ from kernels.python.region import Region
 from kernels.python.tier import TierEngine
 from services.common import memory
 from services.common.errors import ConfigError
-from services.gpu_worker.backends import arena_fill, cpu_arena, cpu_weights
+from services.gpu_worker.backends import arena_check, arena_fill, cpu_arena, cpu_weights
 from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
@@ -48,12 +45,6 @@ class Tiers:
     arena: Arena
     region: Region | None
     check: ArenaCheck | None = None  # of a re-attached arena
-
-    def refuse_lost(self) -> None:
-        """Raises BackendLostError when a record is damaged for good; the next worker then fills a new arena."""
-        if self.check is not None and self.check.lost:
-            self.arena.unlink()
-            raise BackendLostError(self.check.lost)
 
     def close(self, *, unlink: bool) -> None:
         """Ends the engine. The arena's name stays unless `unlink`: a restarted worker takes it over."""
@@ -137,8 +128,8 @@ class CpuBackend:
 
     def _forward(self, streams: Sequence[Stream], token_ids: Sequence[Sequence[int]], *, prefill: bool, all_logits: bool) -> Logits:
         states = cast("Sequence[StreamState]", streams)
-        if self._tiers is not None:
-            self._tiers.refuse_lost()
+        if self._tiers is not None and self._tiers.check is not None:
+            self._tiers.check.refuse_lost()
         try:
             return self._model.forward(states, token_ids, prefill=prefill, all_logits=all_logits)
         except TierTimeout as error:
@@ -193,7 +184,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     note(0.9, "starting the tier engine")
     tiers = _tiers(settings, checkpoint.config, arena, mode)
     if arena.reattached:
-        tiers.check = _check(checkpoint, shapes, tiers)
+        tiers.check = arena_check.of_checkpoint(arena, checkpoint, shapes, tiers.engine.repair)
+        tiers.check.start()
     kernel, stats = kernel_info(), tiers.engine.stats()
     info = BackendInfo(
         vocab_size=checkpoint.config.vocab_size,
@@ -335,19 +327,6 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
     if note := engine.stats()["heat_note"]:
         log.warning("the cache starts cold: %s", note)
     return Tiers(engine, arena, region)
-
-
-def _check(checkpoint: Checkpoint, shapes: list[ExpertShape], tiers: Tiers) -> ArenaCheck:
-    """Starts the check of a re-attached arena."""
-
-    def reload(layer: int, expert: int) -> NDArray[np.uint8]:
-        record = np.empty(shapes[layer].record_bytes, np.uint8)
-        cpu_arena.fill_record(checkpoint, checkpoint.config.moe_layers[layer], expert, shapes[layer], record)
-        return record
-
-    check = ArenaCheck(tiers.arena, reload, tiers.engine.repair)
-    check.start()
-    return check
 
 
 def check_heat_file(name: str) -> None:

@@ -3,6 +3,7 @@
     loader.py     from a checkpoint to a running backend
     backend.py    streams, prefill, decode
     pages.py      which cache pages belong to which stream
+    pass_lock.py  for what has to happen between two passes
     records.py    the arena's records, pinned, and device views of them
     experts.py    slots in VRAM, admissions, staging of prefills: what moves bytes and writes addresses
     placement.py  which record is in which slot, and which should be

@@ -5,18 +5,22 @@ The passes are those that exllamav3's own generator makes (same rows, same block
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
 from services.gpu_worker.backends.exl3.experts import ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
+from services.gpu_worker.backends.exl3.pass_lock import PassLock
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.patches.replace import Replacements
 
@@ -41,6 +45,7 @@ def _on_device(method: F) -> F:
 
 
 SCORED_ROWS = 256  # logits of so many positions at once: at a real vocabulary 256 rows are 160 MB
+REPAIR_WAIT_S = 300.0  # for the end of a pass; the watchdog ends a worker much sooner
 _TABLE_STEP = 16  # pages; block tables come in few widths, as exllamav3's generator makes them
 
 
@@ -124,6 +129,8 @@ class Exl3Backend:
         self._open: dict[int, GpuStream] = {}
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._logits = torch.empty((info.max_streams, info.vocab_size), dtype=torch.float32, pin_memory=True)
+        self._passes = PassLock()
+        self.check: ArenaCheck | None = None  # of a re-attached arena
         self._staging: dict[tuple[str, int], torch.Tensor] = {}
 
     @property
@@ -189,10 +196,37 @@ class Exl3Backend:
     def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
         """Appends a chunk of prompt."""
         mine = cast("GpuStream", stream)
-        if all_logits:
-            pieces = [token_ids[i : i + SCORED_ROWS] for i in range(0, len(token_ids), SCORED_ROWS)]
-            return np.concatenate([self._chunk(mine, piece, len(piece)) for piece in pieces])
-        return self._chunk(mine, token_ids, 1)
+        with self._pass_of_whole_records():
+            if all_logits:
+                pieces = [token_ids[i : i + SCORED_ROWS] for i in range(0, len(token_ids), SCORED_ROWS)]
+                return np.concatenate([self._chunk(mine, piece, len(piece)) for piece in pieces])
+            return self._chunk(mine, token_ids, 1)
+
+    @contextlib.contextmanager
+    def _pass_of_whole_records(self) -> Iterator[None]:
+        """No record is repaired meanwhile, and none is known to be damaged for good."""
+        with self._passes.in_pass():
+            if self.check is not None:
+                self.check.refuse_lost()
+            yield
+
+    def repair(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:
+        """Replaces a record between two passes, in the arena and wherever it was copied to. Called from the check's thread.
+
+        Args:
+            layer: the arena's.
+            data: uint8 [record_bytes], the record's true bytes.
+
+        Raises:
+            KernelError: the arena refuses.
+            OSError: the device failed, or a pass does not end.
+        """
+        with self._passes.between_passes(REPAIR_WAIT_S):
+            try:
+                with torch.inference_mode():
+                    self.experts.repair(layer, expert, data)
+            except torch.AcceleratorError as error:
+                raise OSError(f"the GPU failed: {error}") from error
 
     def _chunk(self, stream: GpuStream, token_ids: Sequence[int], rows: int) -> Logits:
         end = stream.length + len(token_ids)
@@ -223,7 +257,8 @@ class Exl3Backend:
         for stream in batch:
             self._pages.grow(stream.pages, stream.length + 1)
         size = self._step_streams
-        passes = [self._pass(batch[i : i + size], token_ids[i : i + size]) for i in range(0, len(batch), size)]
+        with self._pass_of_whole_records():
+            passes = [self._pass(batch[i : i + size], token_ids[i : i + size]) for i in range(0, len(batch), size)]
         if self._heat is not None:
             self._heat.tick(time.monotonic())
         return passes[0] if len(passes) == 1 else np.concatenate(passes)
@@ -275,13 +310,14 @@ class Exl3Backend:
             raise RuntimeError(f"{self._pages.num_pages - self._pages.num_spare} cache pages are taken although no stream is open")
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the experts, and the cache's pages."""
+        """Counters of the experts, the cache's pages, and the check of a re-attached arena."""
         pages = self._pages
         return {
             **self.experts.stats(),
             "cache_pages": pages.num_pages,
             "cache_pages_free": pages.num_free,
             "cache_pages_kept": pages.num_kept,
+            **({"arena_check": self.check.stats()} if self.check is not None else {}),
         }
 
     def verify(self) -> VerifyReport:
@@ -290,6 +326,8 @@ class Exl3Backend:
 
     def close(self) -> None:
         """Takes the patches out and gives memory back; the arena stays for the next worker."""
+        if self.check is not None:
+            self.check.close()
         if self._heat is not None:
             self._heat.close()
         torch.cuda.synchronize(self._device)

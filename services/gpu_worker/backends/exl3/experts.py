@@ -69,7 +69,7 @@ class Staging:
 
 
 class ExpertStore:
-    """Slots in VRAM for one model. The forward pass's thread calls everything but `stats` and `verify`.
+    """Slots in VRAM for one model. The forward pass's thread calls everything but `stats`, `verify` and `repair`.
 
     Args:
         records: pinned.
@@ -366,6 +366,31 @@ class ExpertStore:
         return staging.first[layer % 2] + place
 
     # ---- tests, measurements, other threads -----------------------------------------------------------------------------------------
+
+    def repair(self, layer: int, expert: int, data: NDArray[np.uint8]) -> None:
+        """Replaces a record in host memory and empties the slot that holds a copy of it. Waits for the device.
+
+        From any thread, but no pass may be under way.
+        """
+        self._end_staging()
+        # A copy that still runs reads what is about to be replaced.
+        torch.cuda.synchronize(self._table.device)
+        self._records.arena.rewrite(layer, expert, data)
+        record = layer * self._records.num_experts + expert
+        if self._on_demand is not None:
+            slot = int(self._on_demand.where()[layer, expert])
+            if slot != NONE:
+                self._on_demand.vacate(slot, 1)
+            self._on_demand.flush()
+            self._where[:] = self._on_demand.where()
+        else:
+            with self._lock:
+                changed = self._settle()
+                slot = self.placement.slot(record)
+                if slot != NONE:
+                    changed += self.placement.vacate([slot], remember=self.options.admit)
+                self._point(changed)
+        torch.cuda.synchronize(self._table.device)
 
     def place(self, records: Iterable[int]) -> None:
         """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""

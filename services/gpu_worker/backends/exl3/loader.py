@@ -17,7 +17,7 @@ from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
-from services.gpu_worker.backends import cpu, cpu_arena
+from services.gpu_worker.backends import arena_check, cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import fast_setup, heat_file
 from services.gpu_worker.backends.exl3 import plan as plans
@@ -121,7 +121,16 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         snapshot_bytes=plans.state_bytes(checkpoint.config, 1),
     )
     log.info("%s", plans.kept_states(info.snapshot_bytes, settings.prefix_cache_mb))
-    return Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
+    backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
+    check_kept_records(backend, arena, checkpoint, shapes)
+    return backend
+
+
+def check_kept_records(backend: Exl3Backend, arena: Arena, checkpoint: Checkpoint, shapes: list[ExpertShape]) -> None:
+    """Starts the check of records that an earlier worker left; what this one filled it has read itself."""
+    if arena.reattached:
+        backend.check = arena_check.of_checkpoint(arena, checkpoint, shapes, backend.repair)
+        backend.check.start()
 
 
 def check_machine(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list[ExpertShape]) -> None:
