@@ -123,9 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 20} MiB"
     ram = " of ".join(f"{mem_info(name) / GIB:.0f}" for name in ("MemAvailable", "MemTotal"))
-    print(
-        f"boot {boot_id()}, {os.cpu_count()} CPUs, {mem_info('MemAvailable') / GIB:.0f} of {mem_info('MemTotal') / GIB:.0f} GiB of RAM to be had, memlock {told}"
-    )
+    print(f"boot {boot_id()}, {os.cpu_count()} CPUs, {ram} GiB of RAM to be had, memlock {told}")
     wrong = 0
     for name, check in needed.items():
         began = time.monotonic()
