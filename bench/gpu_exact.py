@@ -361,6 +361,8 @@ def slice_figures(path: Path) -> Row:
     told = document["summary"].get("reason_for_null")
     known = told if isinstance(told, dict) else {}
     why = {name: known.get(name, UNMEASURED) for name, value in figures.items() if value is None}
+    if not whole and document["summary"].get("c1_tok_s") is not None:
+        why["c1_tok_s"] = f"the slice had {layers} MoE layers, the speed of {len(routing_trace.SLICE_DEPTHS)} is quoted"
     return {**figures, "slice": f"{layers} MoE layers, {path.name}", "reason_for_null": why}
 
 
@@ -379,7 +381,7 @@ def summarise(slice_file: Path, rows: dict[str, Row], facts: Row) -> Row:
         summary["reason_for_null"]["bit_exact"] = "nothing was compared in this run"
     if "problem" in facts:
         summary["problem"] = facts["problem"]
-    return summary
+    return ({"dry_run": True} if facts.get("dry_run") else {}) | summary
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float)
     if not todo:
         print(f"{command}: everything is measured", flush=True)
         return
+    if args.dry_run:
+        rows.note(dry_run=True)
     trace = routing_trace.make(args.seed, args.warm + args.steps, streams=8, depths=depths_of(args.layers))
     if command == "ours":
         depths = depths_of(args.layers)

@@ -72,6 +72,8 @@ def write_all(state: Path) -> dict[str, Row]:
 def lines(summaries: dict[str, Row]) -> list[str]:
     """The table."""
     result = []
+    if any(summary.get("dry_run") for summary in summaries.values()):
+        result.append("-- a dry run: no figure here means anything")
     for name, keys in ((EXACT, EXACT_KEYS), (FAST, FAST_KEYS)):
         summary = summaries[name]
         why = summary.get("reason_for_null", {})

@@ -32,7 +32,7 @@ if [ $# -eq 3 ]; then
 fi
 PYTHON=${PYTHON:-python3}
 LIMIT=${GPU_SESSION_SECONDS:-540}
-STATE=${GPU_SESSION_STATE:-/dev/shm/glm53-session}
+STATE=${GPU_SESSION_STATE:-/dev/shm/glm53-session${DRY[0]:-}}  # a dry run's rows are no real run's
 LAYERS=${GPU_SESSION_LAYERS:-12}
 STEPS=${GPU_SESSION_STEPS:-150}
 TRIES=3

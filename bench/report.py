@@ -54,7 +54,9 @@ def write_result(path: Path, started: dict[str, Any], rows: list[dict[str, Any]]
     """
     body = {**started, "rows": rows, "summary": summary}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n")
+    os.replace(part, path)  # whoever copies it while a run goes on gets a whole file
     for key, value in summary.items():
         print(f"{key:28} {value}")
     print(f"written to {path}")

@@ -340,7 +340,8 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
         return rows.get(name, {}).get("ms")
 
     best = best_of(rows)
-    summary: Row = {"admission": best}
+    summary: Row = {"dry_run": True} if facts.get("dry_run") else {}
+    summary["admission"] = best
     for n in STREAMS:
         summary[f"c{n}_tok_s"] = rows.get(f"ours/{best}/C{n}", {}).get("tok_s")
     for n in (1, 2, 4):

@@ -207,6 +207,7 @@ def test_wrong_words_are_refused(session: Session, words: list[str], env: dict[s
     assert message in said
 
 
+@pytest.mark.e2e
 @pytest.mark.timeout(600)
 def test_a_dry_run_of_one_part_fills_every_figure(tmp_path: Path) -> None:
     """The real commands, part 3 with no part before it: every figure has a value, or a reason."""
@@ -233,6 +234,8 @@ def test_a_dry_run_of_one_part_fills_every_figure(tmp_path: Path) -> None:
     table = done.stdout
     assert all(f"\n{key} " in table for key in (*gpu_figures.EXACT_KEYS, *gpu_figures.FAST_KEYS))
     assert "\nTransformerBlock " in table
+    assert "a dry run: no figure here means anything" in table
+    assert all(summaries[name]["dry_run"] for name in (gpu_figures.EXACT, gpu_figures.FAST, gpu_figures.SLICE))
     document = json.loads((tmp_path / "out" / gpu_figures.SLICE).read_text())
     assert document["command"].startswith("python -m bench.gpu_exact_slice ")  # of the bench, not of the table
     assert document["facts"]["boot_id"] == kept_rows.boot_id()
