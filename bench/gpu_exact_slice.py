@@ -40,6 +40,7 @@ from bench.slice_ours import SHM, depths_of
 from kernels.python import segments
 from services.gpu_worker.patches import triton_tuners, upstream
 
+INSTANCES = ("slice", "gpu-fast", "gpu-exact")  # of this bench and its neighbours
 COMMANDS = ("prepare", "ours", "stock", "stock_resident")
 
 
@@ -110,9 +111,10 @@ def prepare(args: argparse.Namespace, rows: Rows) -> None:
 
 
 def clean(args: argparse.Namespace) -> None:
-    """Takes checkpoint, arena and rows out of memory."""
+    """Takes checkpoint, rows, and what this and other benches left in shared memory, away."""
     shutil.rmtree(args.folder, ignore_errors=True)
-    for path in (Path(segments.arena_path(SHM, "slice")), args.state):
+    left = [name(SHM, instance) for name in (segments.arena_path, segments.ctl_path) for instance in INSTANCES]
+    for path in (*map(Path, left), args.state):
         path.unlink(missing_ok=True)
 
 

@@ -601,3 +601,17 @@ def test_a_drift_is_another_popularity_half_way() -> None:
     assert (drifting[:20] == routing_trace.make(3, 20, depths=(0, 41))).all()
     assert (drifting[20:] == routing_trace.make(1003, 21, depths=(0, 41))).all()
     assert set(slice_traces.all_rates(0, 12, 6, (0, 41))) == {"steady", "seed 1", "seed 2", "seed 3", "seed 4", "drift", "scan"}
+
+
+def test_clean_takes_everything_of_the_benches_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slice, its rows, arenas and control regions that a killed bench left; not those of a server."""
+    monkeypatch.setattr(gpu_exact_slice, "SHM", str(tmp_path))
+    ours = [f"glm53-{name}-{kind}" for name in ("slice", "gpu-fast", "gpu-exact") for kind in ("arena", "ctl")]
+    for name in (*ours, "glm53-main-arena"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "slice").mkdir()
+    (tmp_path / "rows").write_text("{}")
+    for _ in range(2):
+        gpu_exact_slice.main(["clean", "--folder", str(tmp_path / "slice"), "--state", str(tmp_path / "rows")])
+        assert [path.name for path in tmp_path.iterdir()] == ["glm53-main-arena"]
+    assert str(gpu_exact.ARENA) == "/dev/shm/glm53-gpu-exact-arena"

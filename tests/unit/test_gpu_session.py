@@ -28,6 +28,7 @@ STEPS = {
     "test_waits": "tests_fast",
     "test_int_expert": "tests_kernel",
     "bench.gpu_kept": "kept",
+    "gpu_exact_slice clean": "clean",
     "bench.gpu_figures": "figures",
 }
 # Notes its arguments; what the file of that name beside it says is printed, and its exit code is what the file `NAME.code` holds.
@@ -98,7 +99,7 @@ def test_a_part_begins_with_its_own_list_and_goes_on_with_what_is_missing(sessio
     assert code == 0
     assert steps[: len(OWN[part])] == OWN[part]
     assert steps[-1] == "figures"
-    assert sorted(steps) == sorted(STEPS.values())
+    assert sorted(steps) == sorted(set(STEPS.values()) - {"clean"})
     assert "not finished" not in said
     assert session.part(part)[1] == ["figures"]
 
@@ -148,6 +149,15 @@ def test_a_step_that_fails_is_told_and_left_for_the_next_part(session: Session) 
     assert (code, sorted(steps)) == (0, ["figures", "ours", "stock"])
 
 
+def test_a_row_that_time_cut_off_is_no_failure(session: Session) -> None:
+    """It is measured by a later command."""
+    session.on("gpu_exact_slice ours", '{"name": "ours/resident/C1", "error": "the time was over before the first measured step"}\n')
+    code, _, said = session.part(2)
+    assert code == 0
+    assert "ours: some of it" in said
+    assert "not finished: ours\n" in said
+
+
 def test_a_machine_that_lacks_something_costs_no_time(session: Session) -> None:
     """The check's words are shown, nothing else runs, and the next command checks again."""
     session.on("bench.gpu_check", "GPU: torch finds no NVIDIA GPU: take another machine\n", 2)
@@ -165,6 +175,17 @@ def test_another_boot_begins_anew(session: Session) -> None:
     (session.state / "gpu_fast.rows").write_text("{}")
     assert session.part(1)[1][0] == "check"
     assert not (session.state / "gpu_fast.rows").exists()
+
+
+def test_folders_are_those_of_the_caller(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative ones too; `clean` takes the state away and leaves the results."""
+    monkeypatch.chdir(session.folder)
+    assert session.run("1", "results", GPU_SESSION_STATE="kept", PYTHON="./python")[0] == 0
+    assert (session.folder / "results" / "session.log").exists()
+    assert (session.folder / "kept" / "done.ours").exists()
+    assert session.run("clean", "results", GPU_SESSION_STATE="kept", PYTHON="./python")[1] == ["clean"]
+    assert not (session.folder / "kept").exists()
+    assert (session.folder / "results" / "session.log").exists()
 
 
 def test_few_files_come_back(session: Session) -> None:
