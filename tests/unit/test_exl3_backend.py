@@ -326,4 +326,5 @@ def test_a_device_error_in_a_repair_loses_the_record_and_a_lost_record_the_backe
             call()
     assert model.calls == []
     assert not arena.has_name
+    backend.check.close()
     assert backend.stats()["arena_check"] == {"checked": 7, "bad": 1, "repaired": 0, "done": False}
