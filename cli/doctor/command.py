@@ -16,7 +16,7 @@ from cli.doctor.findings import Finding, Level, fail, ok
 from cli.doctor.machine import Machine, shown
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
-from services.common.lifecycle import ExitCode
+from services.common.lifecycle import ExitCode, hold_stop_signals
 from services.common.settings import enter_root, environ
 
 SUMMARY = "check this machine and the settings, and say how to fix what would go wrong; changes nothing"
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, machine: Machine | None = None, env: Mapping[s
         return ExitCode.CONFIG
     if args.then:
         sys.stdout.flush()
+        if any(word.startswith("services.") for word in args.then):
+            hold_stop_signals()  # until the service has its handlers
         os.execvp(args.then[0], args.then)
     return ExitCode.OK
 

@@ -41,6 +41,23 @@ class ExitCode(enum.IntEnum):
 BOOT_FAILURES = frozenset({ExitCode.BOOT, ExitCode.CONFIG})
 
 
+_STOP = frozenset({signal.SIGTERM, signal.SIGINT})
+
+
+def hold_stop_signals() -> None:
+    """Lets a request to stop wait for `heed_stop_signals`, through an exec too.
+
+    The first process of a container gets no signal that it has no handler for: what came before would be lost, and the engine would wait
+    for its whole grace period and then kill.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
+
+
+def heed_stop_signals() -> None:
+    """The handlers are there: what has waited is delivered."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP)
+
+
 class Signals:
     """SIGTERM, SIGINT and SIGHUP (the terminal was closed) as a queue: handlers only append, the main loop acts.
 
@@ -54,6 +71,7 @@ class Signals:
         # nohup makes a process ignore SIGHUP; that stays.
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             signal.signal(signal.SIGHUP, self._append)
+        heed_stop_signals()
 
     def _append(self, number: int, _frame: types.FrameType | None) -> None:
         self._queue.put(signal.Signals(number))

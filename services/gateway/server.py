@@ -13,6 +13,7 @@ from collections.abc import Generator
 import uvicorn
 from fastapi import FastAPI
 
+from services.common.lifecycle import heed_stop_signals
 from services.gateway.drain import Traffic
 from services.gateway.http_head import HeadRules
 from services.gateway.http_protocol import HttpLimits, protocol_with
@@ -72,6 +73,7 @@ class GatewayServer(uvicorn.Server):
         handled = (signal.SIGTERM, signal.SIGINT)
         for number in handled:
             loop.add_signal_handler(number, self._on_signal)
+        heed_stop_signals()
         try:
             yield
         finally:

@@ -33,6 +33,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # So is one that has come back under another address, as containers do: gRPC's own patience between two look-ups is half a minute.
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
 )
 
 

@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from services.common import otel
 from services.common.errors import Cancelled, ConfigError, Glm53Error
-from services.common.lifecycle import ExitCode, ServiceState
+from services.common.lifecycle import ExitCode, ServiceState, heed_stop_signals
 from services.common.memory import MemoryCollector
 from services.common.ops_http import OpsAnswers, OpsServer, Verdict
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
@@ -105,6 +105,7 @@ class Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
+        heed_stop_signals()
         try:
             code = await self._load_and_serve()
         finally:

@@ -175,6 +175,23 @@ def test_the_arena_outlives_the_worker(running: Stack, answer: str) -> None:
     assert running.logs("gpu-worker-cpu").count("re-attached") > before
 
 
+def test_a_worker_that_comes_back_elsewhere_is_found_at_once(running: Stack) -> None:
+    """A container that was stopped and started has another address: the gateway asks for it again, and waits for no old answer's age."""
+
+    def address() -> str:
+        networks = running.engine.inspect(running.container("gpu-worker-cpu"))["NetworkSettings"]["Networks"]
+        return next(str(network["IPAddress"]) for network in networks.values())
+
+    before = address()
+    running.compose("stop", "gpu-worker-cpu")
+    running.compose("start", "gpu-worker-cpu")
+    until(lambda: running.health("gpu-worker-cpu") == "healthy", "the worker is healthy again", RECOVER_S, 0.3)
+    began = time.monotonic()
+    until(running.ready, "the gateway is ready", RECOVER_S, 0.1)
+    assert time.monotonic() - began < 8
+    assert address() != before, "podman gave it the same address: this shows nothing"
+
+
 def test_the_gateway_may_die(running: Stack, answer: str) -> None:
     """Its connections break; it is restarted and serves; the worker has no stream left over."""
     restarts = running.restarts("gateway")
