@@ -87,6 +87,8 @@ def summarise(rows: list[Row], facts: Row, others: Others) -> Row:
     figures |= {name: trip.get(name) for name in ("publish_to_reply_us", "publish_to_reply_p99_us")}
     figures["publish_and_flag_us"] = round(trip["publish_to_reply_us"] - trip["of_it_plan_us"], 2) if "of_it_plan_us" in trip else None
     figures |= {"publish_to_seen_us": None, "flag_to_add_us": None}
+    hidden = {row["name"]: row["relative_rms"] for row in rows if row["part"] == "hidden" and "relative_rms" in row}
+    figures["hidden_relative_rms_last_layer"] = {name.removeprefix("hidden states: "): rms[-1] for name, rms in hidden.items()} or None
     figures |= {name: facts[name] for name in ("link_gb_s", "link_half_gb_s", "dram_gb_s", "gpu") if name in facts}
     figures["reason_for_null"] = reasons(
         figures, tuple(NEEDS), lambda key: f"not measured: {NEEDS[key]}" if NEEDS[key] else NO_COMMON_CLOCK

@@ -70,4 +70,5 @@ def speed(results: Any) -> None:
     for name, ms, steps in more:
         results.add(part="speed", name=name, streams=1, link_derate=1, ms=ms, tok_s=1000 / ms, planner_error_pct=6.0, planner_steps=steps)
     results.add(part="speed", name=fast_figures.ROUND_TRIP, publish_to_reply_us=9.0, publish_to_reply_p99_us=12.0, of_it_plan_us=2.0)
+    results.add(part="hidden", name="hidden states: fast", relative_rms=[1e-4, 2e-4])
     results.add(part="idle", name="idle", worker_core_pct=0.5, cpu_expert_core_pct=0.2)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint, slice_ours, slice_rates
+from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint, slice_hidden, slice_ours, slice_rates
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, TINY, Results, fidelity
 from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
@@ -30,6 +30,8 @@ from services.gpu_worker.checkpoint import Checkpoint
 SHM = "/dev/shm"
 SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `slice`
 IDLE_S = 5.0
+HIDDEN_STEPS, HIDDEN_S = 24, 15.0
+RMS = {"part": "fidelity", "name": "relative RMS against fp64"}
 EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
@@ -113,7 +115,8 @@ def expected_s(setting: Setting, streams: int, steps: int) -> float:
 
 def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
     """The full-shape slice with its routing forced from a trace."""
-    if all(results.done(**key_of(one.setting, n)) for one in settings_of_speed(args.threads) for n in one.streams):
+    every = [key_of(one.setting, n) for one in settings_of_speed(args.threads) for n in one.streams]
+    if all(results.done(**names) for names in (*every, hidden_key(Setting(fast_figures.FAST)))):
         print("speed: everything is measured", flush=True)
         return
     prepare(results)
@@ -131,6 +134,7 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
             for one in sorted(every, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
                 with results.trying(*(key_of(one.setting, n) for n in one.streams)):
                     measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
+            measure_hidden(rig, results, routing)
     finally:
         for lane in lanes_of.values():
             lane.close()
@@ -223,6 +227,46 @@ def measure_setting(
     chosen = argparse.Namespace(warm=args.warm, steps=steps)
     with rig.backend(setting) as backend:
         measure(results, backend, routing, setting, chosen, rig.deadline, bound, fits, watch=watch)
+
+
+def measure_hidden(rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting) -> None:
+    """How far the hidden states of `fast` are from those of `exact`, layer by layer, beside noise of stock's own size in `exact`."""
+    noise = results.row(**RMS)["stock"] if results.done(**RMS) else None
+    common: dict[str, Any] = {"slots": routing_trace.SLOT_SHARE, "placed": routing_trace.SLOT_SHARE}
+    settings = [Setting(fast_figures.FAST, **common)]
+    settings += [Setting("exact, noise", fast=False, noise=noise, **common)] if noise else []
+    todo = [one for one in settings if not results.done(**hidden_key(one))]
+    if not todo:
+        return
+    if not rig.fits(HIDDEN_S):
+        results.leave_out("hidden states")
+        return
+    with results.trying(*(hidden_key(one) for one in todo)):
+        want = hidden_states(rig, Setting("exact", fast=False, **common), routing)
+        for one in todo:
+            results.add(**hidden_key(one), relative_rms=slice_hidden.distances(want, hidden_states(rig, one, routing)))
+
+
+def hidden_key(setting: Setting) -> dict[str, Any]:
+    """A row's names."""
+    return {"part": "hidden", "name": f"hidden states: {setting.name}"}
+
+
+def hidden_states(rig: GpuRig, setting: Setting, routing: slice_ours.ForcedRouting) -> slice_hidden.States:
+    """Of a few steps of one stream, the same tokens and picks for every setting."""
+    with rig.backend(setting) as backend:
+        stream = backend.open_stream()
+        try:
+            routing.step = -1
+            backend.prefill(stream, list(range(10, 10 + slice_ours.PROMPT)), all_logits=False)
+            with slice_hidden.watching(rig.loaded.model) as seen:
+                for step in range(HIDDEN_STEPS):
+                    routing.step = step
+                    backend.decode([stream], [10 + step])
+        finally:
+            routing.step = -1
+            backend.close_stream(stream)
+        return slice_hidden.arrays(seen)
 
 
 def load_slice(num_layers: int) -> tuple[loader.Loaded, Checkpoint]:

@@ -41,7 +41,15 @@ MORE = {
         "alternations",
         "alternations_equal",
     ),
-    FAST: ("kl_over_floor", "placements", "planner_steps", "two_threads_vs_exact", "publish_and_flag_us", "vram_peak_gib"),
+    FAST: (
+        "kl_over_floor",
+        "placements",
+        "planner_steps",
+        "two_threads_vs_exact",
+        "publish_and_flag_us",
+        "vram_peak_gib",
+        "hidden_relative_rms_last_layer",
+    ),
 }
 
 

@@ -360,6 +360,9 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     monkeypatch.setattr(gpu_fast_parts.torch.cuda, "mem_get_info", lambda _device: (1 << 30, 2 << 30))
     monkeypatch.setattr(gpu_fast_parts.torch.cuda, "set_per_process_memory_fraction", lambda _share: None)
     monkeypatch.setattr(fast_figures, "ENOUGH_STEPS", 6)
+    rig.loaded.model.fwd_modules = [(Passing(), 0, 0), (types.SimpleNamespace(mlp=None), 0, 1), (Passing(), 0, 2)]
+    monkeypatch.setattr(rig.loaded.model, "forward", through(rig.loaded.model))
+    monkeypatch.setattr(gpu_fast_parts, "HIDDEN_S", 1e6)
     expected = [
         fast_figures.key_of(gpu_fast_parts.key_of(one.setting, n)) for one in gpu_fast_parts.settings_of_speed(2) for n in one.streams
     ]
@@ -369,7 +372,9 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
     measured = [key for key in results.kept.rows if key in expected]
     assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2"]
-    assert set(results.left_out) == set(expected) - set(measured)
+    assert set(results.left_out) == {*expected, "hidden states"} - set(measured)
+    monkeypatch.setattr(gpu_fast_parts, "HIDDEN_S", 0.0)
+    results.add(**gpu_fast_parts.RMS, stock=1e-3)
     assert results.row(part="speed", name="fast", streams=1, link_derate=2)["link_bound_ms"] > 0
     monkeypatch.setattr(gpu_fast_parts, "expected_s", lambda *_args: 0.0)
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
@@ -380,6 +385,11 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     assert started == [2, 2, 2, 2]  # both commands: the lane as asked for, and one of two threads
     summary = results.summary
     assert all(summary[name] is not None for name in ("c1_vs_exact", "c4_vs_exact", "c1_vs_exact_derated", "two_threads_vs_exact"))
+    rms = {name: results.row(part="hidden", name=f"hidden states: {name}")["relative_rms"] for name in ("fast", "exact, noise")}
+    assert all(len(layers) == 2 for layers in rms.values())
+    assert 0 < rms["fast"][1] < rms["exact, noise"][1] < 0.1
+    assert summary["hidden_relative_rms_last_layer"] == {name: layers[1] for name, layers in rms.items()}
+    assert rig.loaded.model.fwd_modules[0][0].forward.__name__ == "forward"
     assert summary["publish_and_flag_us"] == 7.0
     assert summary["planner_steps"] is not None
     monkeypatch.setattr(gpu_fast_parts, "load_slice", None)
@@ -396,6 +406,30 @@ def test_an_error_takes_no_row_back(tmp_path: Path) -> None:
     assert results.row(**rows[0]) == {**rows[0], "tok_s": 100.0}
     assert results.row(**rows[1])["error"] == "RuntimeError: x"
     assert (results.done(**rows[0]), results.done(**rows[1])) == (True, False)
+
+
+class Passing:
+    """A block that gives on what it gets."""
+
+    def __init__(self) -> None:
+        self.mlp = object()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def through(model: Any) -> Any:
+    """The model's pass, its logits going through its blocks once more."""
+    stock = model.forward
+
+    def forward(ids: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+        logits = stock(ids, params)
+        for block, _, _ in model.fwd_modules:
+            if block.mlp is not None:
+                logits = block.forward(logits)
+        return logits
+
+    return forward
 
 
 def remade(rig: Any, lane: Any, deadline: float) -> Any:
