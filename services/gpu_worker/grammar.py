@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -19,8 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from services.common.errors import CheckpointError, InvalidRequest
-
-Kind = Literal["json_schema", "regex", "lark", "any_json_object"]
+from services.gpu_worker.grammar_limits import Kind, check_grammar, without_gaps
 
 # Between JSON's tokens may stand one space, or a line break with indentation: a model that is lost must not fill the answer with more.
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"( |\n[ \t]{0,32})"}
@@ -34,11 +33,6 @@ _LIMITS = llguidance.LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-# Classes of characters cost 5 ms each where case is ignored, half a megabyte of them minutes, and nothing interrupts that.
-_MAX_CASELESS_CLASSES = 500
-_CASELESS = re.compile(r"\(\?[a-zA-Z]{0,9}i|/[imslux]{0,5}i[imslux]{0,5}(?=[\s|)*+?]|$)")
-_CLASS = re.compile(r"\[|\\[pP]")
-_MAX_BLANK_LINES = 20
 _MAX_KEPT = 32
 _MAX_REASON_CHARS = 500
 
@@ -108,8 +102,7 @@ class GrammarCompiler:
         return Grammar(source, matcher)
 
     def _compile(self, source: GrammarSource) -> Any:
-        if _CASELESS.search(source.text) and (count := len(_CLASS.findall(source.text))) > _MAX_CASELESS_CLASSES:
-            raise _refusal(source.kind, f"it ignores case and has {count} classes of characters, of {_MAX_CASELESS_CLASSES} at most")
+        check_grammar(source.kind, source.text)
         matcher = llguidance.LLMatcher(self._tokenizer, _text_of(source), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise _refusal(source.kind, matcher.get_error())
@@ -128,7 +121,7 @@ def _text_of(source: GrammarSource) -> str:
     if source.kind == "lark":
         # Users of llama.cpp and SGLang write GBNF, which is converted.
         try:
-            return str(make.grammar_from_lark(any_to_lark(_without_gaps(source.text)) if "::=" in source.text else source.text))
+            return str(make.grammar_from_lark(any_to_lark(without_gaps(source.text)) if "::=" in source.text else source.text))
         except Exception as error:  # noqa: BLE001 - the converter raises whatever its parser meets
             raise _refusal(source.kind, str(error) or type(error).__name__) from None
     schema = '{"type": "object"}' if source.kind == "any_json_object" else source.text
@@ -138,16 +131,6 @@ def _text_of(source: GrammarSource) -> str:
         raise _refusal(source.kind, str(error)) from None
 
 
-def _without_gaps(text: str) -> str:
-    """A text with few blank lines in a row, which the converter would look through once for each of them, with the interpreter stopped."""
-    lines, blank = [], 0
-    for line in text.split("\n"):
-        blank = 0 if line.strip() else blank + 1
-        if blank <= _MAX_BLANK_LINES:
-            lines.append("" if blank else line)
-    return "\n".join(lines)
-
-
 def _refusal(kind: str, reason: str) -> InvalidRequest:
     words = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "grammar", "any_json_object": "JSON object"}
     return InvalidRequest(f"The {words[kind]} cannot be used to constrain the output: {_in_words(reason)}", param="grammar")
@@ -155,6 +138,8 @@ def _refusal(kind: str, reason: str) -> InvalidRequest:
 
 # What the library says of itself, and what it means to somebody who sent a schema.
 _ITS_WORDS = (
+    (re.compile(r"\n?<backtrace>.*", re.DOTALL), ""),
+    (re.compile(r"^panic: .*", re.DOTALL), "it is too large"),
     (re.compile(r"\n +\d+ \| .*", re.DOTALL), ""),
     (re.compile(r"<non-verbose/>"), ""),
     (re.compile(r"^(at \d+\(\d+\): )?failed to compile JSON schema: "), ""),
@@ -170,6 +155,8 @@ _ITS_WORDS = (
 
 def _in_words(reason: str) -> str:
     """The library's reason without its own terms and without the grammar that it repeats."""
+    if "initial_lexer_fuel" in reason:
+        return "its expressions are too complex"
     for pattern, words in _ITS_WORDS:
         reason = pattern.sub(words, reason.strip())
     return reason[:_MAX_REASON_CHARS].strip()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 import time
 
 import numpy as np
@@ -242,6 +243,8 @@ def test_bad_grammars_are_refused_with_a_reason(kind: Kind, text: str) -> None:
         ),
         ("json_schema", '{"$ref": "#"}', "nothing can be written under it"),
         ("lark", "start: T\nT: /x/ & /y/\n", "nothing can be written under it"),
+        ("lark", "start: " + '"a" ' * 100_000, "it is too large"),
+        ("regex", ".*" * 900, "its expressions are too complex"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -283,6 +286,78 @@ def test_what_takes_long_to_make_is_refused_at_once(kind: Kind, text: str) -> No
     assert time.monotonic() - began < 5
     COMPILER.compile(GrammarSource("regex", "(?i)[a-z]{3}"))
     COMPILER.compile(GrammarSource("regex", "[a-z]" * 600))
+
+
+def chain(count: int, rule: str, last: str) -> str:
+    return "start: a0\n" + "\n".join(rule.format(number, number + 1) for number in range(count)) + f"\n{last.format(count)}\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        chain(20_000, 'a{0}: "x" a{1}?', 'a{0}: "x"'),
+        chain(20_000, "a{0}: a{1}", 'a{0}: "x"'),
+        chain(20_000, "a{0}: a{1}", "a{0}: a0"),
+        chain(5_000, 'a{0}: "a: /" (a{1}\n    | "\\"")', 'a{0}: "x"'),
+        chain(20_000, 'A{0}: "x" A{1}', 'A{0}: "x"').replace("a0", "A0"),
+        chain(20_000, 'a{0}[capture]: "x" a{1}?', 'a{0}: "x"'),
+        chain(5_000, 'a{0} ::= "x" a{1}?', 'a{0} ::= "x"').replace("start: ", "root ::= "),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_rules_deep_in_each_other_are_refused(text: str) -> None:
+    """The library goes down them by recursion: one such request ended the worker, and every stream with it."""
+    began = time.monotonic()
+    with pytest.raises(InvalidRequest, match="of 1000 at most") as caught:
+        COMPILER.compile(GrammarSource("lark", text))
+    assert caught.value.param == "grammar"
+    assert time.monotonic() - began < 3
+
+
+def test_as_many_rules_as_are_let_through_do_no_harm() -> None:
+    """Chains, cycles and terminals just below the bound compile in a thread and go down in another, as in the worker; width is free."""
+    for text in (
+        chain(900, 'a{0}: "x" a{1}?', 'a{0}: "x"'),
+        chain(900, 'a{0}: "x" a{1}', "a{0}: a0?"),
+        chain(900, 'A{0}: "x" A{1}', 'A{0}: "x"').replace("a0", "A0"),
+        "start: ("
+        + " | ".join(f"a{number}" for number in range(1800))
+        + ")\n"
+        + "\n".join(f'a{n}: "x{n}" b\n' for n in range(1800))
+        + 'b: "x"',
+    ):
+        failed: list[Exception] = []
+
+        def work(text: str = text, failed: list[Exception] = failed) -> None:
+            try:
+                constraint = Constraint(COMPILER.compile(GrammarSource("lark", text)), EOS)
+                constraint.allowed(VOCAB)
+                constraint.observe(encode("x")[0])
+                constraint.allowed(VOCAB)
+            except Exception as error:  # noqa: BLE001 - told by the assertion below
+                failed.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        assert not failed, failed
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", ".*" * 2000),
+        ("regex", "(a|b)+" * 2000),
+        ("json_schema", json.dumps({"properties": {"x": {"pattern": "a*" * 2000}}})),
+        ("lark", "start: T\nT: /" + ".*" * 2000 + "/\n"),
+        ("lark", 'start: %json {"pattern": "' + ".*" * 2000 + '"}\n'),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_too_many_repetitions_are_refused(kind: Kind, text: str) -> None:
+    """Each makes the next one dearer: forty thousand characters took a minute and a half."""
+    with pytest.raises(InvalidRequest, match="2000 repetitions, of 1000 at most"):
+        COMPILER.compile(GrammarSource(kind, text))
 
 
 @pytest.mark.parametrize("gap", ["\n", "\n ", "\n\t\t", "\r\n", " ", "# x\n", "\n\n# x"])
