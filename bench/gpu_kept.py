@@ -1,7 +1,8 @@
 """Whether a kept state changes a bit: `python -m bench.gpu_kept`. Needs an NVIDIA GPU with exllamav3 1.5.1.
 
 The worker's backend against itself: a stream that continues a kept state, and one that computed the same prompt in the same passes. Logits
-of every step are compared; in between other streams fill the pages that were given back. Then the engine: a prompt that is asked again.
+of every step are compared; in between other streams fill the pages that were given back. Then the engine: a prompt that is asked again, and
+requests that outgrow the cache.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.loop import EngineLimits, EngineLoop
 from services.gpu_worker.metrics import EngineMetrics
-from services.gpu_worker.request import Event, Finished, Request, RequestSpec, SamplingParams, Tokens
+from services.gpu_worker.request import Event, Finished, OutToken, Request, RequestSpec, SamplingParams, Tokens
 from services.gpu_worker.settings import GpuWorkerSettings
 
 CHUNK = 512
 NEW_TOKENS = 12
-STEPS = 2000  # no script of ours takes more
+PAGES = 24
+CROWD, CROWD_TOKENS = 3, 300
+STEPS = 5000  # no script of ours takes more
 Row = dict[str, Any]
 
 
@@ -114,34 +117,68 @@ class Reader:
         del now
         return 0.0
 
+    @property
+    def tokens(self) -> list[OutToken]:
+        return [token for event in self.events if isinstance(event, Tokens) for token in event.tokens]
 
-def ask(loop: EngineLoop, name: str, prompt: Sequence[int]) -> tuple[list[Any], int]:
-    """(tokens with their log-probabilities, cached tokens) of a request alone."""
-    reader = Reader()
-    loop.submit(Request(RequestSpec(name, tuple(prompt), SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=5)), reader))
+    @property
+    def end(self) -> Finished:
+        """Raises RuntimeError when the request did not end as it should."""
+        if not self.events or not isinstance(self.events[-1], Finished):
+            raise RuntimeError(f"a request came to {self.events[-1:]}")
+        return self.events[-1]
+
+
+def run(loop: EngineLoop, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Reader]:
+    """All of them at the same time."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=5)
+    readers = [Reader() for _ in prompts]
+    for number, (prompt, reader) in enumerate(zip(prompts, readers, strict=True)):
+        loop.submit(Request(RequestSpec(f"request {number}", tuple(prompt), sampling), reader))
     for _ in range(STEPS):
         if not loop.step():
             break
-    end = reader.events[-1]
-    if not isinstance(end, Finished):
-        raise RuntimeError(f"{name}: {end}")
-    return [token for event in reader.events if isinstance(event, Tokens) for token in event.tokens], end.cached_tokens
+    return readers
 
 
-def compare_engine(backend: Backend, tokens: TokenTable) -> Iterator[Row]:
+def compare_engine(backend: Backend, without: EngineLoop, keeping: EngineLoop) -> Iterator[Row]:
     """A prompt that is asked again, with kept states and without."""
-
-    def engine(prefix_cache_bytes: int) -> EngineLoop:
-        limits = EngineLimits(chunk_size=CHUNK, prefix_cache_bytes=prefix_cache_bytes)
-        return EngineLoop(backend, tokens, frozenset(), limits, EngineMetrics())
-
-    without, keeping = engine(0), engine(1 << 30)
     for length in (255, 256, 257, 700, 1300):
         prompt = prompt_of(length, length, backend.info.vocab_size)
-        want, _ = ask(without, "without", prompt)
+        (want,) = run(without, [prompt], NEW_TOKENS)
         for turn, cached in (("first", 0), ("again", (length - 1) // PAGE_TOKENS * PAGE_TOKENS)):
-            got, told = ask(keeping, turn, prompt)
-            yield {"name": f"engine, {length} tokens, {turn}", "equal": got == want and told == cached, "steps": len(got), "cached": told}
+            (got,) = run(keeping, [prompt], NEW_TOKENS)
+            told = got.end.cached_tokens
+            equal = got.tokens == want.tokens and told == cached
+            yield {"name": f"engine, {length} tokens, {turn}", "equal": equal, "steps": len(got.tokens), "cached": told}
+
+
+def outgrow(backend: Backend, loop: EngineLoop) -> Row:
+    """Requests that the cache has room for when they come, and not when they are done: all of them end, with every token once.
+
+    States that were kept before give way first. What is computed again after a put-back rounds differently on a device, so tokens are
+    counted here and not compared.
+    """
+    length = PAGES // CROWD * PAGE_TOKENS - 100
+    readers = run(loop, [prompt_of(length, seed, backend.info.vocab_size) for seed in range(CROWD)], CROWD_TOKENS)
+    counts = [(len(reader.tokens), reader.end.completion_tokens) for reader in readers]
+    put_back = int(loop.metrics.to_json()["requests_put_back"])
+    backend.check_idle()
+    return {"name": "engine, outgrown", "equal": counts == [(CROWD_TOKENS, CROWD_TOKENS)] * CROWD and put_back > 0, "put_back": put_back}
+
+
+def engine(backend: Backend, tokens: TokenTable, prefix_cache_bytes: int) -> EngineLoop:
+    """Of the engines of a backend only one may keep states: another one cannot make it give them up."""
+    limits = EngineLimits(chunk_size=CHUNK, busy_chunk_size=PAGE_TOKENS, prefix_cache_bytes=prefix_cache_bytes, max_rq_tokens=1)
+    return EngineLoop(backend, tokens, frozenset(), limits, EngineMetrics())
+
+
+def every_case(backend: Backend, tokens: TokenTable) -> Iterator[Row]:
+    """All comparisons; the cache has PAGES pages."""
+    yield from compare_streams(backend)
+    without, keeping = engine(backend, tokens, 0), engine(backend, tokens, 1 << 30)
+    yield from compare_engine(backend, without, keeping)
+    yield outgrow(backend, keeping)
 
 
 def main() -> None:
@@ -164,14 +201,14 @@ def main() -> None:
             warm_up=False,
             ec_max_slots=24,
             ec_admission=args.admission,
-            cache_tokens=64 * PAGE_TOKENS,
+            cache_tokens=PAGES * PAGE_TOKENS,
             context_tokens=4096,
             chunk_size=CHUNK,
         )
         backend = loader.load(settings, checkpoint, lambda _fraction, _what: None, "bench")
         try:
             tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", backend.info.vocab_size)
-            for row in (*compare_streams(backend), *compare_engine(backend, tokens)):
+            for row in every_case(backend, tokens):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
         finally:

@@ -40,7 +40,7 @@ def test_no_placement_changes_a_bit(tmp_path: Path) -> None:
 @needs_gpu
 @pytest.mark.parametrize("admission", ["between_steps", "in_step"])
 def test_a_kept_state_changes_no_bit(tmp_path: Path, admission: str) -> None:
-    """A stream that continues one has the logits of a stream that computed it all; a prompt that is asked again has the same answer."""
+    """Continued and whole streams have equal logits; a prompt asked again has the same answer; requests that outgrow the cache all end."""
     out = tmp_path / "kept.json"
     command = [sys.executable, "-m", "bench.gpu_kept", "--admission", admission, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)

@@ -78,17 +78,18 @@ class Model:
         tables, starts, states = params["block_table"].tolist(), params["cache_seqlens"].tolist(), params["recurrent_states"]
         self.passes.append([(start, ids.shape[1]) for start in starts])
         rows = params.get("last_tokens_only", ids.shape[1])
-        out = [self._row(*row) for row in zip(ids.tolist(), tables, starts, states, strict=True)]
-        return torch.stack([torch.stack(row[-rows:]) for row in out])
+        return torch.stack([torch.stack(self._row(*row, rows)) for row in zip(ids.tolist(), tables, starts, states, strict=True)])
 
-    def _row(self, tokens: list[int], table: list[int], start: int, state: State) -> list[torch.Tensor]:
+    def _row(self, tokens: list[int], table: list[int], start: int, state: State, rows: int) -> list[torch.Tensor]:
         assert start == state.position
         logits = []
         for position, token in enumerate(tokens, start):
             self.cache.pages[table[position // PAGE_TOKENS], position % PAGE_TOKENS] = token
-            seen = np.concatenate([self.cache.pages[page] for page in table[: position // PAGE_TOKENS + 1]])[: position + 1]
             digest = zlib.crc32(token.to_bytes(4, "little"), self.cache.digests[state.slot])
             self.cache.digests[state.slot] = digest
+            if position < start + len(tokens) - rows:
+                continue
+            seen = np.concatenate([self.cache.pages[page] for page in table[: position // PAGE_TOKENS + 1]])[: position + 1]
             draw = np.random.default_rng([digest, zlib.crc32(seen.astype(np.int64).tobytes())])
             logits.append(torch.from_numpy(draw.random(VOCAB, np.float32)))
         state.position += len(tokens)
@@ -363,12 +364,13 @@ def test_the_comparison_of_a_gpu_machine_runs_here_and_sees_faults(monkeypatch: 
     """Whole over the stand-in: all rows equal; with pages that are given away, or a state of another moment, some differ."""
 
     def rows() -> list[dict[str, Any]]:
-        backend, _ = make(monkeypatch, pages=32)
-        return [*gpu_kept.compare_streams(backend), *gpu_kept.compare_engine(backend, TABLE)]
+        backend, _ = make(monkeypatch, gpu_kept.PAGES)
+        return list(gpu_kept.every_case(backend, TABLE))
 
     sound = rows()
-    assert len(sound) == 22
-    assert all(row["equal"] and row["steps"] > 10 for row in sound)
+    assert len(sound) == 23
+    assert all(row["equal"] and row.get("steps", 99) > 10 for row in sound)
+    assert sound[-1]["put_back"] > 0
     assert sum(row["cached"] for row in sound if "cached" in row) == 256 + 512 + 1280
     with monkeypatch.context() as patch:
         patch.setattr(PageTable, "keep", lambda _self, _pages: None)
