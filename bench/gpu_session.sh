@@ -77,7 +77,7 @@ command_of() {
     int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
     kept) COMMAND=(-m bench.gpu_kept --out "$STATE/gpu_kept.json")
       [ ${#DRY[@]} -eq 0 ] || COMMAND=(-m bench.gpu_kept --help) ;;
-    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_waits.py tests/gpu/test_fast.py -k "not shipped_model") ;;
+    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_waits.py tests/gpu/test_fast.py tests/gpu/test_arena_check.py -k "not shipped_model") ;;
     tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
   esac
 }
