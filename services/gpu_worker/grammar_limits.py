@@ -4,16 +4,22 @@ is used up is gone with every stream; and some expressions take it minutes."""
 from __future__ import annotations
 
 import collections
+import contextlib
+import json
 import re
-from collections.abc import Iterator
-from typing import Literal
+import urllib.parse
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, Literal, TypeVar
 
 from services.common.errors import InvalidRequest
 
+T = TypeVar("T", bound=Hashable)
 Kind = Literal["json_schema", "regex", "lark", "any_json_object"]
 
 # Rules inside rules. Some thousands use up the eight megabytes of a thread's stack.
 _MAX_DEPTH = 1000
+# Objects of a schema, references followed: two thousand deep are too many.
+_MAX_SCHEMA_DEPTH = 1200
 # GBNF is converted first, in quadratic time: a thousand rules take a second.
 _MAX_GBNF_RULES = 1000
 _MAX_BLANK_LINES = 20
@@ -29,6 +35,7 @@ _EXPRESSION = re.compile(r"/((?:\\.|[^/\\\n])*)/")
 _PATTERN = re.compile(r'"pattern": ?"((?:\\.|[^"\\])*)"')
 _RULE = re.compile(r"[!?]{0,2}([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]]{0,100}\])?\s{0,9}:")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_DECODER = json.JSONDecoder()
 
 
 def check_grammar(kind: Kind, text: str) -> None:
@@ -44,19 +51,25 @@ def check_grammar(kind: Kind, text: str) -> None:
         raise _too_much(f"an expression in it has {most} repetitions, of {_MAX_REPETITIONS} at most")
     if kind == "lark" and "::=" in text and (count := text.count("::=")) > _MAX_GBNF_RULES:
         raise _too_much(f"it has {count} rules, of {_MAX_GBNF_RULES} at most")
-    if kind == "lark" and "::=" not in text and (depth := depth_of(text)) > _MAX_DEPTH:
+    if kind == "lark" and "::=" not in text and (depth := _depth(_references(text))) > _MAX_DEPTH:
         raise _too_much(f"its rules stand {depth} deep in each other, of {_MAX_DEPTH} at most")
+    for schema in _schemas(kind, text):
+        if (depth := _depth(_objects(schema))) > _MAX_SCHEMA_DEPTH:
+            raise _too_much(f"its schemas stand {depth} deep in each other, of {_MAX_SCHEMA_DEPTH} at most")
 
 
-def depth_of(text: str) -> int:
-    """How deep rules of a Lark grammar may stand in each other: the longest way down; those on cycles, and above them, count one each."""
-    inside = _references(text)
-    users: dict[str, list[str]] = {name: [] for name in inside}
+def _depth(inside: Mapping[T, Iterable[T]]) -> int:
+    """How deep things stand in each other: the longest way down; those on cycles, and above them, count one each.
+
+    Args:
+        inside: each thing → what stands in it.
+    """
+    users: dict[T, list[T]] = {name: [] for name in inside}
     for name, found in inside.items():
         for other in found:
             users[other].append(name)
     depth = dict.fromkeys(inside, 1)
-    missing = {name: len(found) for name, found in inside.items()}
+    missing = {name: len(list(found)) for name, found in inside.items()}
     ready = collections.deque(name for name, count in missing.items() if not count)
     left = len(inside)
     while ready:
@@ -93,6 +106,50 @@ def _references(text: str) -> dict[str, set[str]]:
             stripped = stripped[rule.end() :]
         current.append(stripped)
     return {name: {word for part in parts for word in _NAME.findall(part) if word in bodies} for name, parts in bodies.items()}
+
+
+def _schemas(kind: Kind, text: str) -> Iterator[Any]:
+    """The JSON schemas in a grammar; what is no JSON the library refuses itself."""
+    places = [0] if kind == "json_schema" else [found.end() for found in re.finditer(r"%json ", text)] if kind == "lark" else []
+    for place in places:
+        with contextlib.suppress(ValueError, RecursionError):
+            yield _DECODER.raw_decode(text, place)[0]
+
+
+def _objects(document: Any) -> dict[int, list[int]]:
+    """Each object of a document → the objects in it, and what it refers to."""
+    inside: dict[int, list[int]] = {}
+    waiting = [document]
+    while waiting:
+        outer = waiting.pop()
+        if isinstance(outer, list):
+            waiting += outer
+        if not isinstance(outer, dict) or id(outer) in inside:
+            continue
+        parts = list(outer.values())
+        if isinstance(outer.get("$ref"), str):
+            parts.append(_target(document, outer["$ref"]))
+        found: dict[int, dict[str, Any]] = {}
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list):
+                parts += part
+            elif isinstance(part, dict):
+                found[id(part)] = part
+        inside[id(outer)] = list(found)
+        waiting += found.values()
+    return inside
+
+
+def _target(document: Any, reference: str) -> Any:
+    found = document
+    for part in urllib.parse.unquote(reference.partition("#")[2]).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(name)
+        else:
+            found = found[int(name)] if isinstance(found, list) and name.isdecimal() and int(name[:9]) < len(found) else None
+    return found
 
 
 def _expressions(kind: Kind, text: str) -> Iterator[str]:

@@ -7,6 +7,8 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -312,6 +314,56 @@ def test_rules_deep_in_each_other_are_refused(text: str) -> None:
         COMPILER.compile(GrammarSource("lark", text))
     assert caught.value.param == "grammar"
     assert time.monotonic() - began < 3
+
+
+def referring(count: int, step: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    """A schema whose definitions refer to each other in a row."""
+    steps = {f"d{number}": step({"$ref": f"#/$defs/d{number + 1}"}) for number in range(count)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**steps, f"d{count}": {"type": "string"}}})
+
+
+def nested(inner: dict[str, Any]) -> dict[str, Any]:
+    """Forty levels in one definition."""
+    for _ in range(40):
+        inner = {"type": "object", "properties": {"a": inner}}
+    return inner
+
+
+STEPS: list[tuple[int, int, Callable[[dict[str, Any]], dict[str, Any]]]] = [
+    (5000, 1100, lambda inner: inner),
+    (2000, 390, lambda inner: {"type": "object", "properties": {"a": inner}}),
+    (2400, 580, lambda inner: {"anyOf": [{"type": "null"}, inner]}),
+    (2400, 580, lambda inner: {"allOf": [{"minLength": 1}, inner]}),
+    (2000, 580, lambda inner: {"type": "array", "items": inner}),
+    (60, 14, nested),
+]
+
+
+@pytest.mark.parametrize(("many", "_few", "step"), STEPS, ids=range(len(STEPS)))
+def test_schemas_deep_in_each_other_are_refused(many: int, _few: int, step: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """As with rules, and as a part of a larger grammar too."""
+    text = referring(many, step)
+    for source in (GrammarSource("json_schema", text), GrammarSource("lark", f'%llguidance {{}}\nstart: "x" %json {text}\n')):
+        with pytest.raises(InvalidRequest, match="deep in each other, of 1200 at most"):
+            COMPILER.compile(source)
+
+
+@pytest.mark.parametrize(("_many", "few", "step"), STEPS, ids=range(len(STEPS)))
+def test_schemas_below_the_bound_do_no_harm(_many: int, few: int, step: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """They compile on an ordinary stack; one that refers to itself is not deep."""
+    failed: list[Exception] = []
+
+    def work() -> None:
+        try:
+            COMPILER.compile(GrammarSource("json_schema", referring(few, step)))
+            COMPILER.compile(GrammarSource("json_schema", json.dumps({"items": {"$ref": "#"}, "type": "array"})))
+        except Exception as error:  # noqa: BLE001 - told by the assertion below
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not failed, failed
 
 
 def test_as_many_rules_as_are_let_through_do_no_harm() -> None:
