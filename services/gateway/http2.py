@@ -8,24 +8,19 @@ answers, without TLS; everything else, and addresses that gRPC alone can resolve
 from __future__ import annotations
 
 import asyncio
-import base64
 import socket
 import struct
 import urllib.parse
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import hpack
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_DATA, _HEADERS, _RST_STREAM, _SETTINGS, _PUSH_PROMISE, _PING, _GOAWAY, _WINDOW_UPDATE, _CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
-_END_STREAM = _ACK = 0x1
-_END_HEADERS, _PADDED, _PRIORITY = 0x4, 0x8, 0x20
-_ENABLE_PUSH, _MAX_CONCURRENT, _INITIAL_WINDOW = 2, 3, 4
-_CANCEL = 8
+from services.gateway import http2_frames as h2
+from services.gateway.http2_frames import Broken, rpc_error
 
 # What every peer begins with. Of a stream as much may be on its way or wait for its reader; of all together there is no bound but theirs.
 _WINDOW = 65_535
@@ -34,33 +29,6 @@ _CONNECTION_WINDOW = 1 << 24
 _MAX_HEADER_BYTES = 256 * 1024
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _LAST_STREAM = 1 << 30
-
-_BY_RESET = {
-    7: StatusCode.UNAVAILABLE,  # REFUSED_STREAM
-    _CANCEL: StatusCode.CANCELLED,
-    11: StatusCode.RESOURCE_EXHAUSTED,  # ENHANCE_YOUR_CALM
-    12: StatusCode.PERMISSION_DENIED,  # INADEQUATE_SECURITY
-}
-_BY_HTTP_STATUS = {
-    "400": StatusCode.INTERNAL,
-    "401": StatusCode.UNAUTHENTICATED,
-    "403": StatusCode.PERMISSION_DENIED,
-    "404": StatusCode.UNIMPLEMENTED,
-    "429": StatusCode.UNAVAILABLE,
-    "502": StatusCode.UNAVAILABLE,
-    "503": StatusCode.UNAVAILABLE,
-    "504": StatusCode.UNAVAILABLE,
-}
-_STATUS_BY_NUMBER: dict[str, StatusCode] = {str(code.value[0]): code for code in StatusCode}
-
-
-def rpc_error(code: StatusCode, details: str, metadata: Metadata | None = None) -> AioRpcError:
-    """How a call ended, as gRPC says it."""
-    return AioRpcError(code, Metadata(), metadata or Metadata(), details, None)
-
-
-class Broken(Exception):
-    """The peer does not keep to HTTP/2 or to gRPC."""
 
 
 class Call:
@@ -165,14 +133,14 @@ class Call:
         self._http_status = found.get(":status", self._http_status)
         if not last:
             return
-        code = _STATUS_BY_NUMBER.get(found.get("grpc-status", ""))
+        code = h2.STATUS_BY_NUMBER.get(found.get("grpc-status", ""))
         if code is None:
-            code = _BY_HTTP_STATUS.get(self._http_status, StatusCode.UNKNOWN)
+            code = h2.BY_HTTP_STATUS.get(self._http_status, StatusCode.UNKNOWN)
             self.end(code, f"the worker answered with HTTP {self._http_status} and no status of gRPC")
         elif code is StatusCode.OK and self._partial:
             self.end(StatusCode.INTERNAL, "the answer ends inside a message")
         else:
-            pairs = [(name, _value(name, value)) for name, value in headers if not name.startswith((":", "grpc-", "content-type"))]
+            pairs = [(name, h2.header_value(name, value)) for name, value in headers if not name.startswith((":", "grpc-", "content-type"))]
             self.end(code, urllib.parse.unquote(found.get("grpc-message", "")), Metadata(*pairs))
 
     def _grant(self) -> None:
@@ -180,7 +148,7 @@ class Call:
         due = self._taken + len(self._partial) - self._granted
         if due >= _WINDOW // 4 and not self.over:
             self._granted += due
-            self._connection.write(_frame(_WINDOW_UPDATE, 0, self.number, struct.pack(">I", due)))
+            self._connection.write(h2.frame(h2.WINDOW_UPDATE, 0, self.number, struct.pack(">I", due)))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -230,10 +198,10 @@ class Connection(asyncio.Protocol):
             (b"te", b"trailers"),
             (b"content-type", b"application/grpc"),
             (b"user-agent", b"glm53-gateway"),
-            (b"grpc-timeout", _timeout(timeout_s)),
+            (b"grpc-timeout", h2.timeout(timeout_s)),
             *((name.encode(), value.encode()) for name, value in metadata),
         ]
-        self.write(_frame(_HEADERS, _END_HEADERS, number, b"".join(_literal(name, value) for name, value in headers)))
+        self.write(h2.frame(h2.HEADERS, h2.END_HEADERS, number, b"".join(h2.literal(name, value) for name, value in headers)))
         call.outbox = struct.pack(">BI", 0, len(request)) + request
         self._flush(call)
         call.expire_in(timeout_s)
@@ -241,7 +209,7 @@ class Connection(asyncio.Protocol):
 
     def reset(self, call: Call) -> None:
         """Tells the peer that nobody reads a call any more."""
-        self.write(_frame(_RST_STREAM, 0, call.number, struct.pack(">I", _CANCEL)))
+        self.write(h2.frame(h2.RST_STREAM, 0, call.number, struct.pack(">I", h2.CANCEL)))
 
     def forget(self, call: Call) -> None:
         """A call is over."""
@@ -269,9 +237,9 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
-        settings = struct.pack(">HI", _ENABLE_PUSH, 0)
+        settings = struct.pack(">HI", h2.ENABLE_PUSH, 0)
         window = struct.pack(">I", _CONNECTION_WINDOW - _WINDOW)
-        self.write(_PREFACE + _frame(_SETTINGS, 0, 0, settings) + _frame(_WINDOW_UPDATE, 0, 0, window))
+        self.write(h2.PREFACE + h2.frame(h2.SETTINGS, 0, 0, settings) + h2.frame(h2.WINDOW_UPDATE, 0, 0, window))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer is gone: so is every call."""
@@ -303,46 +271,46 @@ class Connection(asyncio.Protocol):
         self._buffer = data[start:]
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
-        if self._header_block is not None and (kind != _CONTINUATION or stream != self._header_block[0]):
+        if self._header_block is not None and (kind != h2.CONTINUATION or stream != self._header_block[0]):
             raise Broken("headers that do not go on")
-        if kind == _DATA:
+        if kind == h2.DATA:
             self._take_data(flags, stream, payload)
-        elif kind == _HEADERS:
-            body = _unpadded(payload, flags)
-            self._header_block = stream, flags, bytearray(body[5:] if flags & _PRIORITY else body)
+        elif kind == h2.HEADERS:
+            body = h2.unpadded(payload, flags)
+            self._header_block = stream, flags, bytearray(body[5:] if flags & h2.PRIORITY else body)
             self._take_headers(flags)
-        elif kind == _CONTINUATION:
+        elif kind == h2.CONTINUATION:
             if self._header_block is None:
                 raise Broken("headers that never began")
             self._header_block[2].extend(payload)
             self._take_headers(flags)
-        elif kind == _RST_STREAM:
+        elif kind == h2.RST_STREAM:
             if call := self._calls.get(stream):
                 (reason,) = struct.unpack(">I", payload)
-                call.end(_BY_RESET.get(reason, StatusCode.INTERNAL), f"the worker reset the call ({reason})")
-        elif kind == _SETTINGS and not flags & _ACK:
+                call.end(h2.BY_RESET.get(reason, StatusCode.INTERNAL), f"the worker reset the call ({reason})")
+        elif kind == h2.SETTINGS and not flags & h2.ACK:
             self._take_settings(payload)
-        elif kind == _PING and not flags & _ACK:
-            self.write(_frame(_PING, _ACK, 0, payload))
-        elif kind == _GOAWAY:
+        elif kind == h2.PING and not flags & h2.ACK:
+            self.write(h2.frame(h2.PING, h2.ACK, 0, payload))
+        elif kind == h2.GOAWAY:
             self._take_goaway(payload)
-        elif kind == _WINDOW_UPDATE:
+        elif kind == h2.WINDOW_UPDATE:
             self._take_window(stream, payload)
-        elif kind == _PUSH_PROMISE:
+        elif kind == h2.PUSH_PROMISE:
             raise Broken("a push that was not allowed")
 
     def _take_data(self, flags: int, stream: int, payload: bytes) -> None:
         # The connection itself never holds anybody up: what waits is bounded by each call's window.
         self._received += len(payload)
         if self._received >= _CONNECTION_WINDOW // 4:
-            self.write(_frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", self._received)))
+            self.write(h2.frame(h2.WINDOW_UPDATE, 0, 0, struct.pack(">I", self._received)))
             self._received = 0
         call = self._calls.get(stream)
         if call is None:
             return
-        body = _unpadded(payload, flags) if flags & _PADDED else payload
+        body = h2.unpadded(payload, flags) if flags & h2.PADDED else payload
         call.data(body, len(payload) - len(body))
-        if flags & _END_STREAM:
+        if flags & h2.END_STREAM:
             call.end(StatusCode.INTERNAL, "the answer ends without a status")
 
     def _take_headers(self, flags: int) -> None:
@@ -350,23 +318,23 @@ class Connection(asyncio.Protocol):
         stream, first, block = self._header_block
         if len(block) > _MAX_HEADER_BYTES:
             raise Broken("headers without end")
-        if not flags & _END_HEADERS:
+        if not flags & h2.END_HEADERS:
             return
         self._header_block = None
         # Read for unknown calls too: the table of names is one for all.
         headers = [(str(name), str(value)) for name, value in self._decoder.decode(bytes(block))]
         if call := self._calls.get(stream):
-            call.headers(headers, last=bool(first & _END_STREAM))
+            call.headers(headers, last=bool(first & h2.END_STREAM))
 
     def _take_settings(self, payload: bytes) -> None:
         for name, value in struct.iter_unpack(">HI", payload):
-            if name == _INITIAL_WINDOW:
+            if name == h2.INITIAL_WINDOW:
                 for call in self._calls.values():
                     call.window += value - self._peer_window
                 self._peer_window = value
-            elif name == _MAX_CONCURRENT:
+            elif name == h2.MAX_CONCURRENT:
                 self._most = value
-        self.write(_frame(_SETTINGS, _ACK, 0))
+        self.write(h2.frame(h2.SETTINGS, h2.ACK, 0))
         self._greeted.set()
         self._flush_all()
 
@@ -400,48 +368,9 @@ class Connection(asyncio.Protocol):
             if size <= 0:
                 break
             last = start + size == len(view)
-            self.write(_frame(_DATA, _END_STREAM if last else 0, call.number, view[start : start + size]))
+            self.write(h2.frame(h2.DATA, h2.END_STREAM if last else 0, call.number, view[start : start + size]))
             self._window -= size
             call.window -= size
             start += size
         if start:
             call.outbox = view[start:]
-
-
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def _literal(name: bytes, value: bytes) -> bytes:
-    """A header that no table keeps."""
-    return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
-
-
-def _length(number: int) -> bytes:
-    """HPACK's integer of seven bits and more."""
-    if number < 127:
-        return bytes([number])
-    found, number = bytearray([127]), number - 127
-    while number >= 128:
-        found.append(number % 128 + 128)
-        number //= 128
-    return bytes(found) + bytes([number])
-
-
-def _unpadded(payload: bytes, flags: int) -> bytes:
-    if not flags & _PADDED:
-        return payload
-    if payload[0] >= len(payload):
-        raise Broken("more padding than there is")
-    return payload[1 : len(payload) - payload[0]]
-
-
-def _timeout(seconds: float) -> bytes:
-    """`grpc-timeout`: at most eight digits and a unit."""
-    milliseconds = max(1, int(seconds * 1000))
-    return b"%dm" % milliseconds if milliseconds < 10**8 else b"%dS" % min(10**8 - 1, int(seconds))
-
-
-def _value(name: str, value: str) -> Any:
-    """A header's value; that of a name in ``-bin`` is bytes."""
-    return base64.b64decode(value + "=" * (-len(value) % 4)) if name.endswith("-bin") else value

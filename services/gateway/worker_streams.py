@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from grpc import StatusCode
 
-from services.gateway.http2 import Call, Connection, rpc_error
+from services.gateway.http2 import Call, Connection
+from services.gateway.http2_frames import rpc_error
 
 
 class WorkerStreams:
