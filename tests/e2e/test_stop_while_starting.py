@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = {"gateway": "services.gateway", "gpu-worker": "services.gpu_worker", "cpu-expert": "services.cpu_expert"}
 # When it is told, after the first handler is there: in the doctor's checks, in the service's imports, in its start, when it serves.
 DELAYS_S = (0.0, 0.4, 0.8, 1.2, 1.8, 2.5)
-ENDS_S = 15.0
+ENDS_S = 60.0  # on a busy machine; a container engine would wait for 45 s and then kill
 
 
 def handles_sigterm(pid: int) -> bool:

@@ -156,7 +156,7 @@ def test_metrics_do_not_wait_for_a_worker_that_hangs() -> None:
 
 def test_a_worker_that_hangs_costs_one_wait() -> None:
     """Requests are turned away when the time for one question is over, however many ask at once."""
-    stack = Stack(connect_timeout_s=1.0)
+    stack = Stack(connect_timeout_s=2.0)
     try:
         until(lambda: stack.http.get("/health").json()["status"] == "ok", "the worker is known")
         stack.worker.frozen = True
@@ -165,8 +165,8 @@ def test_a_worker_that_hangs_costs_one_wait() -> None:
             began = time.monotonic()
             statuses = [answer.result().status_code for answer in [pool.submit(stack.post) for _ in range(4)]]
         assert statuses == [503] * 4
-        # One that has begun already, and the next.
-        assert time.monotonic() - began < 2.7
+        # One that has begun already, and the next; each after the other it would be eight seconds and more.
+        assert time.monotonic() - began < 6
     finally:
         stack.close()
 
