@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import decimal
 import json
+import math
 import re
 import urllib.parse
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -18,6 +20,8 @@ Kind = Literal["json_schema", "regex", "lark", "any_json_object"]
 
 # Rules inside rules. Some thousands use up the eight megabytes of a thread's stack.
 _MAX_DEPTH = 1000
+# What is left of all multipleOf of a schema together without the factors 2 and 5: a million takes twelve seconds and a gigabyte.
+_MAX_REMAINDERS = 20_000
 # Objects of a schema, references followed: two thousand deep are too many.
 _MAX_SCHEMA_DEPTH = 1200
 # GBNF is converted first, in quadratic time: a thousand rules take a second.
@@ -56,6 +60,8 @@ def check_grammar(kind: Kind, text: str) -> None:
     for schema in _schemas(kind, text):
         if (depth := _depth(_objects(schema))) > _MAX_SCHEMA_DEPTH:
             raise _too_much(f"its schemas stand {depth} deep in each other, of {_MAX_SCHEMA_DEPTH} at most")
+        if _remainders(schema) > _MAX_REMAINDERS:
+            raise _too_much(f"multipleOf is too uneven a number, or several are together: more than {_MAX_REMAINDERS} remainders to follow")
 
 
 def _depth(inside: Mapping[T, Iterable[T]]) -> int:
@@ -139,6 +145,29 @@ def _objects(document: Any) -> dict[int, list[int]]:
         inside[id(outer)] = list(found)
         waiting += found.values()
     return inside
+
+
+def _remainders(document: Any) -> int:
+    """The least common multiple of all multipleOf, without the factors of ten."""
+    found = 1
+    waiting = [document]
+    while waiting and found <= _MAX_REMAINDERS:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            number = value.get("multipleOf")
+            if isinstance(number, int | float) and math.isfinite(number) and number > 0:
+                found = math.lcm(found, _uneven(int("".join(map(str, decimal.Decimal(str(number)).as_tuple().digits)))))
+    return found
+
+
+def _uneven(number: int) -> int:
+    for factor in (2, 5):
+        while number and number % factor == 0:
+            number //= factor
+    return number or 1
 
 
 def _target(document: Any, reference: str) -> Any:

@@ -366,6 +366,38 @@ def test_schemas_below_the_bound_do_no_harm(_many: int, few: int, step: Callable
     assert not failed, failed
 
 
+@pytest.mark.parametrize(
+    ("schema", "good"),
+    [
+        ({"type": "integer", "multipleOf": 999_983}, False),
+        ({"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23, 29)]}, False),
+        ({"properties": {"x": {"type": "number", "multipleOf": 0.0123457}}}, False),
+        ({"type": "integer", "multipleOf": 1_000_000}, True),
+        ({"type": "integer", "multipleOf": 86_400}, True),
+        ({"type": "number", "multipleOf": 0.01}, True),
+        (
+            {
+                "properties": {
+                    name: {"type": "integer", "multipleOf": number} for name, number in {"a": 60, "b": 7, "c": 360, "d": 11}.items()
+                }
+            },
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_multiples_of_uneven_numbers_are_bounded(schema: dict[str, Any], good: bool) -> None:
+    """The library follows every remainder: forty characters of schema took it minutes and gigabytes."""
+    began = time.monotonic()
+    for source in (GrammarSource("json_schema", json.dumps(schema)), GrammarSource("lark", f"start: %json {json.dumps(schema)}\n")):
+        if good:
+            COMPILER.compile(source)
+        else:
+            with pytest.raises(InvalidRequest, match="more than 20000 remainders"):
+                COMPILER.compile(source)
+    assert time.monotonic() - began < 5
+
+
 def test_as_many_rules_as_are_let_through_do_no_harm() -> None:
     """Chains, cycles and terminals just below the bound compile in a thread and go down in another, as in the worker; width is free."""
     for text in (
