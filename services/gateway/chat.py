@@ -327,6 +327,6 @@ async def _prompt(
 
 
 def _num_logprobs(body: ChatRequest) -> int:
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true.", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else NO_LOGPROBS

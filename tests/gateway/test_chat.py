@@ -281,7 +281,15 @@ def test_logprobs(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "asked"), [({}, -1), ({"logprobs": False}, -1), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 0}, 0)]
+    ("fields", "asked"),
+    [
+        ({}, -1),
+        ({"logprobs": False}, -1),
+        ({"logprobs": False, "top_logprobs": 0}, -1),
+        ({"top_logprobs": 0}, -1),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+    ],
 )
 def test_logprobs_are_asked_of_the_worker_only_when_wanted(stack: Stack, fields: dict[str, Any], asked: int) -> None:
     """-1 is none, 0 the chosen token's only; without logprobs the field is null."""
