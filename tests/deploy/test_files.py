@@ -166,6 +166,20 @@ def test_the_preflight_runs_with_what_an_image_has(trees: Path, tmp_path: Path, 
     assert (trees / image / "services" / "gateway").exists() == (image in ("gateway", "cli"))
 
 
+def test_no_image_keeps_what_differs_from_build_to_build() -> None:
+    """Lists, logs and caches of apt: every stage that an image is made from removes the same ones with what it installs."""
+    stages = re.split(r"^FROM \S+ AS ", (ROOT / "deploy" / "docker" / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    bodies = dict(stage.split("\n", 1) for stage in stages)
+    removed = {
+        name: set(re.findall(r"&& rm -rf (.*?)(?: \\)?$", bodies[name], re.MULTILINE)[0].split())
+        for name in ("runtime", *TREES, "gpu-worker-cpu")
+        if "apt-get install" in bodies[name]
+    }
+    assert set(removed) == {"runtime", "gpu-worker"}
+    assert removed["runtime"] == removed["gpu-worker"]
+    assert {"/var/lib/apt/lists/*", "/var/log/apt", "/var/log/*.log", "/var/cache/ldconfig/aux-cache"} <= removed["runtime"]
+
+
 def test_health_checks_need_no_shell() -> None:
     """Every HEALTHCHECK is a list of words, and so is every compose health check and entry point."""
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
