@@ -15,12 +15,15 @@ from services.common.errors import Cancelled
 from services.gateway.beside import SMALL_BYTES, by_size, size_var
 from services.gateway.errors import InvalidJson, RequestTimeout, RequestTooLarge, UnsupportedEncoding
 from services.gateway.http_head import header_of
-from services.gateway.json_text import encodable
+from services.gateway.json_text import encodable, is_deep
 from services.gateway.numbers import finite, place_of_infinity, refuse_constant, whole
 
 # Larger bodies are read by a faster parser, if they have so few parts that even that one, which nothing interrupts, is done within some
 # 40 ms. A list costs it what four numbers do, a key with its value what six do.
 _MAX_PARTS = 800_000
+# pydantic writes no value that is deeper.
+_MAX_LEVELS = 250
+_TOO_DEEP = f"The body is nested too deeply; this server takes {_MAX_LEVELS} levels."
 _PARTS = {b",": 1, b"{": 1, b"[": 4, b":": 5}
 
 
@@ -66,7 +69,7 @@ def _value_of(data: bytes) -> Any:
             )
         # Several times as fast. What it cannot read, the standard library's may: it has the last word.
         with contextlib.suppress(orjson.JSONDecodeError):
-            return orjson.loads(data)
+            return _shallow(orjson.loads(data), data)
     whole = True
     try:
         encoding = json.detect_encoding(data)
@@ -76,12 +79,21 @@ def _value_of(data: bytes) -> Any:
             whole, text = False, data.decode(encoding, "surrogatepass")
         value = _DECODER.decode(text)
     except RecursionError:
-        raise InvalidJson("The body is nested too deeply.") from None
+        raise InvalidJson(_TOO_DEEP) from None
     except ValueError as error:
         _refuse_unlike_numbers(data)
         raise InvalidJson(f"The body is not valid JSON: {error}") from None
+    value = _shallow(value, data)
     # Half of a surrogate pair, as clients send that cut text inside an emoji, has no encoding: what cannot be shown is replaced.
     return encodable(value) if not whole or b"\\ud" in data or b"\\uD" in data else value
+
+
+def _shallow(value: Any, data: bytes) -> Any:
+    """The value of a body, if it is one that can be walked through by recursion."""
+    if data.count(b"[") + data.count(b"{") > _MAX_LEVELS and is_deep(value, _MAX_LEVELS):
+        fields = value.items() if isinstance(value, dict) else ()
+        raise InvalidJson(_TOO_DEEP, param=next((name for name, inner in fields if is_deep(inner, _MAX_LEVELS - 1)), None))
+    return value
 
 
 async def _read(request: Request, max_bytes: int, timeout_s: float) -> bytes:

@@ -63,10 +63,10 @@ def _joined(text: str) -> str:
     return _HALF.sub("\ufffd", whole)
 
 
-def is_deep(value: Any) -> bool:
-    """True when lists and objects stand in each other more than `MAX_DEPTH` levels deep."""
+def is_deep(value: Any, most: int = MAX_DEPTH) -> bool:
+    """True when lists and objects stand in each other more than `most` levels deep."""
     level = [value]
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(most + 1):
         holders = (outer for outer in level if isinstance(outer, dict | list))
         level = [inner for outer in holders for inner in (outer.values() if isinstance(outer, dict) else outer)]
         if not level:

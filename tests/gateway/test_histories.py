@@ -159,7 +159,7 @@ ANSWER = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
         ),
         ([{"role": "user", "content": []}], "messages[0].content", "must have at least one block."),
         (
-            [*HELLO, {"role": "assistant", "content": [USE | {"input": json.loads(DEEP)}]}],
+            [*HELLO, {"role": "assistant", "content": [USE | {"input": json.loads(DEEP.replace("[" * 700, "").replace("]" * 700, ""))}]}],
             "messages[1].content[0].input",
             "is nested deeper than 100 levels.",
         ),
