@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from services.common import errors, trace_context
 from services.common.grpc_status import error_of, has_error
@@ -22,7 +21,6 @@ from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gateway.parser import Vocabulary
 from services.gateway.prompt import ChatTemplate
 from services.gateway.tokenizer import PromptTokenizer
-from services.gateway.worker_streams import WorkerStreams
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +38,6 @@ _CHANNEL_OPTIONS = (
 )
 
 
-_GENERATE = f"/{pb.DESCRIPTOR.services_by_name['Worker'].full_name}/Generate"
 # Scoring waits in the worker's queue and reads a whole prompt.
 _SCORE_TIMEOUT_S = 3600.0
 
@@ -97,8 +94,6 @@ class GrpcWorkerClient:
         self._timeout_s = timeout_s
         self._channel: grpc.aio.Channel | None = None
         self._methods: pb_grpc.WorkerStub | None = None
-        # Streams carry every token; the rest is gRPC's own.
-        self._streams = WorkerStreams(address, timeout_s) if WorkerStreams.takes(address) else None
         self._language: Language | None = None
         self._language_lock = asyncio.Lock()
 
@@ -154,30 +149,16 @@ class GrpcWorkerClient:
                 log.info("tokenizer loaded", extra={"sha256": answer.sha256[:12]})
             return self._language
 
-    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
+    async def generate(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
         """Runs one generation; closing the iterator cancels it."""
-        return self._by_grpc(request, timeout_s) if self._streams is None else self._streamed(self._streams, request, timeout_s)
-
-    async def _streamed(self, streams: WorkerStreams, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
-        try:
-            call = await streams.call(_GENERATE, request.SerializeToString(), timeout_s, trace_context.outgoing() or ())
-            try:
-                while (message := await call.read()) is not None:
-                    yield pb.GenerateEvent.FromString(message)
-            finally:
-                call.cancel()
-        except grpc.aio.AioRpcError as error:
-            raise _ended(error) from None
-        except DecodeError:
-            raise errors.EngineFailed("the worker sent what is no event") from None
-
-    async def _by_grpc(self, request: pb.GenerateRequest, timeout_s: float) -> AsyncIterator[pb.GenerateEvent]:
         call = self._stub().Generate(request, timeout=timeout_s, metadata=trace_context.outgoing())
         try:
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
-            raise _ended(error) from None
+            if error.code() is grpc.StatusCode.CANCELLED and not has_error(error):
+                raise _broken_off() from None
+            raise error_of(error) from None
         except asyncio.CancelledError:
             if call.cancelled() and not _being_cancelled():
                 raise _broken_off() from None
@@ -187,16 +168,9 @@ class GrpcWorkerClient:
 
     async def close(self) -> None:
         """Lets the connection go."""
-        if self._streams is not None:
-            await self._streams.close()
         if self._channel is not None:
             await self._channel.close(None)
             self._channel = self._methods = None
-
-
-def _ended(error: grpc.aio.AioRpcError) -> errors.Glm53Error:
-    """What a generation's stream ended with."""
-    return _broken_off() if error.code() is grpc.StatusCode.CANCELLED and not has_error(error) else error_of(error)
 
 
 def _broken_off() -> errors.NotReady:
