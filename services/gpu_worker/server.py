@@ -25,8 +25,8 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.common.trace_context import incoming
 from services.gpu_worker import convert
+from services.gpu_worker.compiling import GrammarQueue
 from services.gpu_worker.detok import TokenTable
-from services.gpu_worker.grammar import GrammarCompiler
 from services.gpu_worker.loop import EngineLoop
 from services.gpu_worker.reader import EventReader
 from services.gpu_worker.request import Event, Failed, Finished, OutToken, PrefillProgress, Request, RequestSpec
@@ -51,7 +51,7 @@ class Serving:
     facts: ModelFacts
     limits: convert.RequestLimits
     report: StatsReport
-    grammars: GrammarCompiler
+    grammars: GrammarQueue
 
 
 class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
@@ -120,7 +120,7 @@ class WorkerService(pb_grpc.WorkerServicer):  # type: ignore[misc]
         source = convert.grammar_of(request, serving.limits)
         if source is not None:
             # Milliseconds for an ordinary schema, but clients write it: not on the event loop.
-            spec = replace(spec, grammar=await asyncio.to_thread(serving.grammars.compile, source))
+            spec = replace(spec, grammar=await serving.grammars.compiled(source))
         async for event in self._events(serving, spec, "Generate"):
             yield convert.event_pb(event, serving.tokens)
 

@@ -26,6 +26,7 @@ from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.gpu_worker import convert, download
 from services.gpu_worker.backends.base import Backend
 from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.compiling import GrammarQueue
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import GrammarCompiler
 from services.gpu_worker.loop import EngineLimits, EngineLoop
@@ -235,8 +236,8 @@ class Worker:
             files.default_top_k,
             settings.queue_timeout_s,
         )
-        grammars = GrammarCompiler(files.tokenizer_json.decode(), facts.backend.vocab_size, facts.eos_token_ids)
-        self.service.serving = Serving(engine, tokens, facts, request_limits, StatsReport(engine, backend, facts), grammars)
+        compiler = GrammarCompiler(files.tokenizer_json.decode(), facts.backend.vocab_size, facts.eos_token_ids)
+        self.service.serving = Serving(engine, tokens, facts, request_limits, StatsReport(engine, backend, facts), GrammarQueue(compiler))
 
     async def _watch(self) -> int:
         """Waits for a signal; ends the process when the engine is lost or makes no progress although it has work."""
