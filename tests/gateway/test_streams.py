@@ -171,7 +171,7 @@ def test_a_worker_that_dies_in_mid_stream_ends_it_with_an_error_and_the_next_one
 def test_a_client_that_leaves_frees_its_job(stack: Stack, path: str, streaming: bool, steps: Any) -> None:
     """Closing the socket cancels the job in the worker, streaming or not, also before the first token."""
     stack.worker.script = Script(steps)
-    body = chat_body(stream=streaming) | ({"prompt": "x"} if path == TEXT else {})
+    body = chat_body(stream=streaming, **({"messages": None, "prompt": "x"} if path == TEXT else {}))
     with raw_post(stack, body, path) as connection:
         until(lambda: stack.worker.live, "the job runs")
         if streaming:
