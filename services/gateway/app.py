@@ -31,7 +31,7 @@ from services.gateway.access.metered import MeteredClient
 from services.gateway.drain import Traffic
 from services.gateway.error_shapes import response_for
 from services.gateway.http_head import EVERYTHING
-from services.gateway.methods import ANY, allowed
+from services.gateway.methods import ANY, allowed, nearest
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
 from services.gateway.plain_route import ShortWay
@@ -101,10 +101,12 @@ def create_app(
     app.state.services = services
     app.state.stores = Stores.of(services.link)
     app.router.routes.extend(routes.plain_routes)
-    services.metrics.serves(route.path for route in routes.plain_routes)
+    paths = [route.path for route in routes.plain_routes]
     for module in (routes, native, responses, anthropic, openapi, admin):
         app.include_router(module.router)
-        services.metrics.serves(route.path for route in module.router.routes if isinstance(route, Route))
+        paths += [route.path for route in module.router.routes if isinstance(route, Route)]
+    services.metrics.serves(paths)
+    app.state.paths = tuple(path for path in paths if "{" not in path)
     # The last one added is the first one asked.
     app.add_middleware(ShortWay, routes=routes.plain_routes, on_error=_on_error)
     app.add_middleware(
@@ -220,7 +222,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             response = response_for(path, errors.MethodNotAllowed(f"{request.method} is not allowed for {path}."))
             response.headers["Allow"] = ", ".join(methods)
             return response
-        return response_for(path, errors.UnknownRoute(f"There is no {request.method} {path[:200]}."))
+        return response_for(path, errors.UnknownRoute(f"There is no {request.method} {path[:200]}{nearest(request.app.state.paths, path)}"))
     return response_for(path, InvalidRequest(str(error.detail)))
 
 

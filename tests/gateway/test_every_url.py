@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -343,4 +344,23 @@ def test_slashes_do_not_open_doors(stack: Stack) -> None:
     """A path is looked up as it is meant, in every check; what does not exist is still said to be missing."""
     assert stack.http.get(f"{stack.url}//v1//models/").json()["object"] == "list"
     missing = stack.http.get(f"{stack.url}//nothing//here/")
-    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "There is no GET /nothing/here.")
+    assert (missing.status_code, missing.json()["error"]["message"]) == (
+        404,
+        "There is no GET /nothing/here; GET /openapi.json lists what there is.",
+    )
+
+
+@pytest.mark.parametrize("wrong", [lambda path: path.replace("/v1", "", 1), lambda path: f"/v1{path}", lambda path: path[:-1]])
+def test_a_missing_url_names_the_one_that_was_meant(stack: Stack, wrong: Callable[[str], str]) -> None:
+    """A base URL with a /v1 too few or too many, and a slip of the finger."""
+    for meant in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"):
+        response = stack.http.post(wrong(meant), json={})
+        message = f"There is no POST {wrong(meant)}: did you mean {meant}?"
+        assert (response.status_code, response.json()["error"]["message"]) == (404, message)
+
+
+def test_a_long_missing_url_is_looked_at_in_part(stack: Stack) -> None:
+    """Neither the search nor the message grows with it."""
+    response = stack.http.get("/v1/models" + "x" * 10_000)
+    assert response.status_code == 404
+    assert len(response.json()["error"]["message"]) < 300
