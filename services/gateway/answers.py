@@ -12,6 +12,11 @@ from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.wire import Wire
 
 
+def weight_version(info: pb.InfoResponse) -> str:
+    """The checkpoint in a few characters: the same in every answer that names it."""
+    return info.checkpoint_hash[:12]
+
+
 @dataclass(frozen=True)
 class Head:
     """What every object of one answer begins with."""
@@ -24,7 +29,7 @@ class Head:
     @classmethod
     def of(cls, prefix: str, request_id: str, info: pb.InfoResponse) -> Head:
         """The identity of a request's answer, e.g. ``chatcmpl-…``."""
-        return cls(f"{prefix}-{request_id}", info.model_name, f"fp_{info.checkpoint_hash[:12]}")
+        return cls(f"{prefix}-{request_id}", info.model_name, f"fp_{weight_version(info)}")
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One object of the answer."""

@@ -40,6 +40,7 @@ class GenerateAnswer(TakenOneByOne):
         ids: of each choice.
         prompt_tokens: length of each choice's prompt.
         options: how each is written.
+        version: of the weights, as /model_info names it.
         alone: one prompt and one choice: the answer is an object and not a list.
     """
 
@@ -47,9 +48,11 @@ class GenerateAnswer(TakenOneByOne):
     num_rejected_calls = 0
     unclosed_reasoning = False
 
-    def __init__(self, ids: Sequence[str], prompt_tokens: Sequence[int], options: Sequence[GenerateOptions], *, alone: bool) -> None:
+    def __init__(
+        self, ids: Sequence[str], prompt_tokens: Sequence[int], options: Sequence[GenerateOptions], version: str, *, alone: bool
+    ) -> None:
         self._alone = alone
-        self._choices = [_Choice(*each) for each in zip(ids, prompt_tokens, options, strict=True)]
+        self._choices = [_Choice(*each, version) for each in zip(ids, prompt_tokens, options, strict=True)]
 
     def begin(self) -> list[dict[str, Any]]:
         """Nothing."""
@@ -81,7 +84,7 @@ class GenerateAnswer(TakenOneByOne):
 
 
 class _Choice:
-    def __init__(self, own_id: str, prompt_tokens: int, options: GenerateOptions) -> None:
+    def __init__(self, own_id: str, prompt_tokens: int, options: GenerateOptions, version: str) -> None:
         self._options = options
         self._began = time.monotonic()
         self._utf8 = Utf8()
@@ -96,6 +99,7 @@ class _Choice:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 0,
             "cached_tokens": 0,
+            "weight_version": version,
         }
 
     def prompt(self, tokens: Sequence[pb.Token]) -> None:
@@ -127,7 +131,7 @@ class _Choice:
         self._meta["cached_tokens"] = finished.cached_tokens
 
     def body(self) -> dict[str, Any]:
-        meta = self._meta | {"e2e_latency": round(time.monotonic() - self._began, 6), "weight_version": "default"}
+        meta = self._meta | {"e2e_latency": round(time.monotonic() - self._began, 6)}
         if self._options.logprobs:
             meta |= {"input_token_logprobs": list(self._input[0]), "output_token_logprobs": list(self._output[0])}
             if self._options.top:

@@ -10,6 +10,7 @@ from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import completions
 from services.gateway.accept import Ready
+from services.gateway.answers import weight_version
 from services.gateway.completion_answer import CompletionAnswer
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
 from services.gateway.native_schemas import MAX_NEW_TOKENS, GenerateBody, NativeSampling
@@ -77,7 +78,7 @@ async def generate_job(body: GenerateBody, ready: Ready, request_id: str) -> Job
     alone = len(requests) == 1 and not _is_batch(body)
     own = [given or (request_id if len(requests) == 1 else f"{request_id}-{index}") for index, given in enumerate(ids)]
     params = dict(made[0].params) | {"max_tokens": "sampling_params", "grammar": "sampling_params"}
-    return Job(requests, GenerateAnswer(own, lengths, options, alone=alone), params)
+    return Job(requests, GenerateAnswer(own, lengths, options, weight_version(ready.info), alone=alone), params)
 
 
 def _parts(body: GenerateBody) -> list[_Part]:

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from services.common.errors import InvalidRequest, NotReady, UnsupportedParameter
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway.accept import read_body, ready_for, services_of
+from services.gateway.answers import weight_version
 from services.gateway.beside import beside, by_size, prepared
 from services.gateway.chat import render
 from services.gateway.generate_answer import GenerateAnswer, GenerateOptions
@@ -136,7 +137,7 @@ async def model_info(request: Request) -> Response:
             "tokenizer_path": info.model_name,
             "is_generation": True,
             "preferred_sampling_params": {"temperature": info.default_temperature, "top_p": info.default_top_p},
-            "weight_version": info.checkpoint_hash[:12],
+            "weight_version": weight_version(info),
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": "glm5_next",
@@ -186,7 +187,7 @@ async def health_generate(request: Request) -> Response:
             priority=pb.PRIORITY_HIGH,
             queue_timeout_ms=int(_PROBE_TIMEOUT_S * 1000),
         )
-        answer = GenerateAnswer([probe.request_id], [len(probe.prompt_token_ids)], [GenerateOptions()], alone=True)
+        answer = GenerateAnswer([probe.request_id], [len(probe.prompt_token_ids)], [GenerateOptions()], weight_version(info), alone=True)
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 await complete(request, services, Job([probe], answer))

@@ -33,6 +33,7 @@ def test_generate_answers_in_sglangs_shape(stack: Stack) -> None:
     assert meta["finish_reason"] == {"type": "stop", "matched": None}
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (1, len(encode("a 🦊")) + 1, 2)
     assert meta["e2e_latency"] >= 0
+    assert meta["weight_version"] == stack.http.get("/model_info").json()["weight_version"]
     assert stack.sampling.max_tokens == 128
     assert list(stack.worker.requests[0].prompt_token_ids) == encode("Hello")
 
