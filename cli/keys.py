@@ -7,16 +7,23 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
+from services.common.settings import enter_root, environ
 from services.gateway.access.keys import MIN_KEY_CHARS, PRIORITIES, digest_of, new_key, parse_keys, read_keys
 
-# Option → field of the entry.
-_NUMBERS = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "concurrency")
+# Field of the entry, and option → what it bounds.
+_NUMBERS = {
+    "requests_per_minute": "requests in any minute",
+    "tokens_per_minute": "tokens of prompts and answers in any minute",
+    "tokens_per_day": "the same in any 24 hours",
+    "concurrency": "requests that run at a time",
+}
 
 
 def add_parser(commands: Any) -> None:
@@ -24,21 +31,30 @@ def add_parser(commands: Any) -> None:
     keys = commands.add_parser("keys", help="make, list and withdraw the API keys of GLM53_API_KEYS_FILE")
     actions = keys.add_subparsers(dest="action", required=True)
     create = actions.add_parser("create", help="add a key to the file and print it, once")
-    create.add_argument("--file", type=Path, required=True, help="the key file; made when it does not exist")
+    _add_file(create, "the key file; made when it does not exist")
     create.add_argument("--id", required=True, help="names the key in logs and limits")
-    for name in _NUMBERS:
-        create.add_argument(f"--{name.replace('_', '-')}", type=int, default=None)
-    create.add_argument("--priority", choices=sorted(PRIORITIES), default=None)
+    for name, what in _NUMBERS.items():
+        create.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, metavar="N", help=f"{what} (default: no limit)")
+    create.add_argument(
+        "--priority",
+        choices=sorted(PRIORITIES),
+        default=None,
+        help="best band of the queue for its requests, and the usual one (default: normal)",
+    )
     create.add_argument("--model", action="append", dest="models", help="a model that the key may use; may be repeated (default: all)")
     create.add_argument("--expires", default=None, help="when it ends, such as 2027-01-31T00:00:00Z")
     create.add_argument("--admin", action="store_true", help="may read /stats and cancel anybody's requests")
     create.add_argument("--fail-closed", action="store_true", help="refuse rather than count locally while Redis is away")
     revoke = actions.add_parser("revoke", help="take a key out of the file")
-    revoke.add_argument("--file", type=Path, required=True)
-    revoke.add_argument("--id", required=True)
+    _add_file(revoke, "the key file")
+    revoke.add_argument("--id", required=True, help="as it was created")
     listed = actions.add_parser("list", help="show the keys of the file, without their hashes")
-    listed.add_argument("--file", type=Path, required=True)
+    _add_file(listed, "the key file")
     actions.add_parser("hash", help="read a key from standard input and print the hash for the file")
+
+
+def _add_file(action: argparse.ArgumentParser, what: str) -> None:
+    action.add_argument("--file", type=Path, default=None, help=f"{what} (default: GLM53_API_KEYS_FILE)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,13 +63,25 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the file or an option cannot be used.
     """
+    if args.action != "hash" and args.file is None:
+        args.file = _file_of_the_server(environ())
     actions = {"create": _create, "revoke": _revoke, "list": _list, "hash": _hash}
     actions[args.action](args)
     return ExitCode.OK
 
 
+def _file_of_the_server(env: Mapping[str, str]) -> Path:
+    """The key file that a server with these settings reads."""
+    if not (name := env.get("GLM53_API_KEYS_FILE", "")):
+        raise ConfigError("which key file? Give --file, or set GLM53_API_KEYS_FILE as the server has it")
+    enter_root(env.get("GLM53_ROOT", ""))
+    return Path(name)
+
+
 def _create(args: argparse.Namespace) -> None:
     entries = _entries(args.file) if args.file.exists() else []
+    if any(entry["id"] == args.id for entry in entries):
+        raise ConfigError(f"{args.file} has a key {args.id!r} already: take another --id, or withdraw it with `{COMMAND} keys revoke`")
     key = new_key()
     entry: dict[str, Any] = {"id": args.id, "sha256": digest_of(key).hex()}
     entry |= {name: value for name in (*_NUMBERS, "priority", "models", "expires") if (value := getattr(args, name)) is not None}

@@ -351,3 +351,29 @@ def test_glm53_keys_makes_lists_and_withdraws(tmp_path: Path, capsys: pytest.Cap
     assert read_keys(path).keys == ()
     assert glm53(["keys", "revoke", "--file", str(path), "--id", "team"]) == 78
     assert [entry.name for entry in tmp_path.iterdir()] == ["keys.json"]
+
+
+def test_glm53_keys_takes_the_file_that_the_server_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --file it is GLM53_API_KEYS_FILE, from where the server starts; without both, the error names them."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    monkeypatch.delenv("GLM53_API_KEYS_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for action in (["create", "--id", "a"], ["list"], ["revoke", "--id", "a"]):
+        caplog.clear()
+        assert glm53(["keys", *action]) == 78
+        assert "Give --file, or set GLM53_API_KEYS_FILE" in caplog.text
+    (tmp_path / "root").mkdir()
+    monkeypatch.setenv("GLM53_ROOT", str(tmp_path / "root"))
+    monkeypatch.setenv("GLM53_API_KEYS_FILE", "keys.json")
+    assert glm53(["keys", "create", "--id", "a"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert read_keys(tmp_path / "root" / "keys.json").find(digest_of(key)) is not None
+    assert glm53(["keys", "list"]) == 0
+    assert json.loads(capsys.readouterr().out)["id"] == "a"
+    caplog.clear()
+    assert glm53(["keys", "create", "--id", "a"]) == 78
+    assert "has a key 'a' already: take another --id" in caplog.text
+    assert glm53(["keys", "revoke", "--id", "a"]) == 0
+    assert read_keys(tmp_path / "root" / "keys.json").keys == ()
