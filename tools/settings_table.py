@@ -14,8 +14,8 @@ OUT = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 CLASSES: tuple[type[ServiceSettings], ...] = (GatewaySettings, GpuWorkerSettings, CpuExpertSettings, ServeSettings)
 HEAD = """# Settings
 
-Every setting is an environment variable; `.venv/bin/glm53 serve --help` shows the flags that set them. Each service prints its settings
-with their sources at start. Written by `python -m tools.settings_table`.
+Every setting is an environment variable; for the commonest there are flags too, which `.venv/bin/glm53 serve --help` lists. Each service
+prints its settings with their sources at start. Written by `python -m tools.settings_table`.
 
 | name | default | meaning | read by |
 |---|---|---|---|

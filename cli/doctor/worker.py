@@ -98,21 +98,21 @@ def _heat_file(name: str) -> Iterator[Finding]:
 
 def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, measure_room: bool) -> Iterator[Finding]:
     """The checkpoint's headers, and the memory that its expert records will take."""
-    if settings.model_download and not (pathlib.Path(settings.model_dir) / "config.json").exists():
+    if settings.model_download and not (settings.model_folder / "config.json").exists():
         yield _to_be_fetched(settings)
         # A machine that could not hold the records is told before it fetches them.
         if _is_default(settings) and measure_room and not settings.mode.startswith("nvme"):
             yield from sharedmem.room(settings.shm_dir, settings.instance, RECORDS_BYTES, machine.memory())
         return
     try:
-        checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
-        TokenizerFiles.from_directory(pathlib.Path(settings.model_dir))
+        checkpoint = Checkpoint(settings.model_folder)
+        TokenizerFiles.from_directory(settings.model_folder)
         shapes = [cpu_arena.expert_shape(checkpoint, layer) for layer in checkpoint.config.moe_layers]
     except CheckpointError as error:
-        yield fail("checkpoint", error.message, _checkpoint_fix(settings.model_dir))
+        yield fail("checkpoint", error.message, _checkpoint_fix(settings.model_folder))
         return
     need = sum(shape.record_bytes for shape in shapes) * checkpoint.config.n_routed_experts
-    yield ok("checkpoint", f"{settings.model_dir}: {len(shapes)} MoE layers of {checkpoint.config.n_routed_experts} experts")
+    yield ok("checkpoint", f"{settings.model_folder}: {len(shapes)} MoE layers of {checkpoint.config.n_routed_experts} experts")
     if settings.mode.startswith("nvme"):
         return
     if pinned:
@@ -132,7 +132,7 @@ def _context(settings: GpuWorkerSettings, checkpoint: Checkpoint) -> Iterator[Fi
 
 def _to_be_fetched(settings: GpuWorkerSettings) -> Finding:
     """A start would fetch the checkpoint: could it, and is that meant?"""
-    folder = pathlib.Path(settings.model_dir)
+    folder = settings.model_folder
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     what = f"{folder} has no config.json, so a start fetches {settings.model_repo} into it"
     mounted = "If that is not meant: is the volume mounted there? GLM53_MODEL_DOWNLOAD=0 forbids it."
@@ -150,7 +150,7 @@ def _is_default(settings: GpuWorkerSettings) -> bool:
     return bool(settings.model_repo == type(settings).model_fields["model_repo"].default)
 
 
-def _checkpoint_fix(model_dir: str) -> str:
-    if not pathlib.Path(model_dir).is_dir():
+def _checkpoint_fix(folder: pathlib.Path) -> str:
+    if not folder.is_dir():
         return "GLM53_MODEL_DIR must be the folder that holds config.json; in a container: is the volume mounted there?"
     return "Fetch the missing or damaged file again; a download that was broken off leaves such files."

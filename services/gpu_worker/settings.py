@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -10,6 +11,8 @@ from services.common.ops_http import OptionalAddress
 from services.common.otel import OptionalEndpoint
 from services.common.settings import ServiceSettings
 
+# Of the tree that this file is in; other installations have no checkpoint in them.
+_TREE = Path(__file__).resolve().parents[2]
 LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
 
 
@@ -26,7 +29,7 @@ class GpuWorkerSettings(ServiceSettings):
     model_dir: str = Field(
         "models/tiny/checkpoint",
         validation_alias="GLM53_MODEL_DIR",
-        description="Checkpoint directory: config.json, tokenizer, safetensors.",
+        description="Checkpoint directory: config.json, tokenizer, safetensors. Unset: the shipped one, from whichever folder the start is.",
     )
     model_download: bool = Field(
         True,
@@ -211,6 +214,18 @@ class GpuWorkerSettings(ServiceSettings):
         validation_alias="GLM53_WORKER_HTTP",
         description="host:port where gpu_worker answers /metrics, /health/live and /health/ready; empty: nowhere.",
     )
+
+    @property
+    def model_folder(self) -> Path:
+        """The checkpoint's folder: where none is named the shipped one, from whichever folder the server is started.
+
+        Else a start from another folder would find nothing there and fetch 125 GB instead.
+        """
+        named = Path(self.model_dir)
+        shipped = _TREE / named
+        if self.is_set("model_dir") or (named / "config.json").exists() or not (shipped / "config.json").exists():
+            return named
+        return shipped
 
     @field_validator("context_tokens")
     @classmethod

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import pathlib
 import signal
 import threading
 import time
@@ -180,7 +179,7 @@ class Worker:
         if download.ensure(settings, lambda fraction, step: self._note(fraction / 2, step)):
             note = self._note_second_half
         note(0.0, "reading the checkpoint's headers")
-        checkpoint = Checkpoint(pathlib.Path(settings.model_dir))
+        checkpoint = Checkpoint(settings.model_folder)
         config = checkpoint.config
         files = TokenizerFiles.from_directory(checkpoint.path)
         tokens = TokenTable.from_file(checkpoint.path / "tokenizer.json", config.vocab_size)

@@ -33,6 +33,7 @@ from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
 from services.common import memory
+from services.gpu_worker import download
 from services.gpu_worker.settings import GpuWorkerSettings
 from tests.gateway.redis_server import RedisServer
 
@@ -407,6 +408,19 @@ def test_a_folder_that_cannot_hold_segments_is_refused(tmp_path: Path) -> None:
 
 
 # ---- checkpoint, settings, addresses ---------------------------------------------------------------------------------------------------
+
+
+def test_without_a_named_checkpoint_the_shipped_one_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start from another folder neither misses it nor would fetch another model; a folder that is named is taken as it is."""
+    monkeypatch.chdir(tmp_path)
+    env = worker_env(tmp_path)
+    del env["GLM53_MODEL_DIR"]
+    found = next(found for found in worker.check(env, host(tmp_path)) if found.check == "checkpoint")
+    assert found.level is Level.OK
+    assert found.message.startswith(f"{ROOT / 'models/tiny/checkpoint'}: ")
+    assert not download.ensure(GpuWorkerSettings.load(env), lambda *_: pytest.fail("it fetches"), "http://127.0.0.1:9")
+    named = GpuWorkerSettings.load({**env, "GLM53_MODEL_DIR": "models/tiny/checkpoint"})
+    assert named.model_folder == Path("models/tiny/checkpoint")
 
 
 def test_a_checkpoint_that_would_be_fetched_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def ensure(settings: GpuWorkerSettings, note: Note, endpoint: str | None = None)
         ConfigError: repository, revision, disk or an existing folder do not fit.
         CheckpointError: the hub cannot be reached or sends something wrong; what was fetched is kept.
     """
-    folder = Path(settings.model_dir)
+    folder = settings.model_folder
     repo = settings.model_repo if settings.is_set("model_repo") else ""
     revision = settings.model_revision if settings.is_set("model_revision") else ""
     if (folder / "config.json").exists():
