@@ -29,7 +29,7 @@ class GpuWorkerSettings(ServiceSettings):
     model_dir: str = Field(
         "models/tiny/checkpoint",
         validation_alias="GLM53_MODEL_DIR",
-        description="Checkpoint directory: config.json, tokenizer, safetensors. Unset: the shipped one, from whichever folder the start is.",
+        description="Checkpoint directory: config.json, tokenizer, safetensors. Unset: the shipped one, wherever the start is.",
     )
     model_download: bool = Field(
         True,
