@@ -15,9 +15,14 @@ from services.common.command import COMMAND
 from services.common.errors import Glm53Error
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
-from services.common.settings import enter_root, environ
+from services.common.settings import ServiceSettings, enter_root, environ
+from services.cpu_expert.settings import CpuExpertSettings
+from services.gateway.settings import GatewaySettings
+from services.gpu_worker.settings import GpuWorkerSettings
 
 log = logging.getLogger("glm53")
+
+SERVICES: tuple[type[ServiceSettings], ...] = (GatewaySettings, GpuWorkerSettings, CpuExpertSettings)
 
 # `glm53 serve` flag → environment name. The single-dash names are those that users of the model's first servers know; of a flag given
 # twice the last value wins, and a flag beats the environment.
@@ -74,6 +79,8 @@ def serve(args: argparse.Namespace) -> int:
     own = {field: given[str(info.validation_alias)] for field, info in ServeSettings.model_fields.items() if info.validation_alias in given}
     settings = ServeSettings.load(env, **own)
     configure_logging("serve", level=settings.log_level, json_lines=settings.log_format == "json")
+    for service in SERVICES:
+        service.load(settings.for_services(env))  # a setting that one of them would refuse is refused before anything starts
     print_settings(settings)
     enter_root(settings.root)
     return Supervisor(settings, env).run()

@@ -54,16 +54,9 @@ class Supervisor:
 
     def __init__(self, settings: ServeSettings, env: Mapping[str, str], commands: Mapping[str, Sequence[str]] | None = None) -> None:
         self._settings = settings
-        name = settings.instance_name
-        self._instance = Instance(name, Path(settings.shm_dir), settings.state_path, own_folder=not settings.state_dir)
+        self._instance = Instance(settings.instance_name, Path(settings.shm_dir), settings.state_path, own_folder=not settings.state_dir)
         self._worker_address = settings.worker_listens_on
-        child_env = {
-            **env,
-            "GLM53_INSTANCE": name,
-            "GLM53_WORKER_ADDRESS": self._worker_address,
-            "PORT": str(settings.port),
-        }
-        child_env["HOST"] = settings.host
+        child_env = settings.for_services(env)
         self._services = [Service(service, argv, child_env) for service, argv in (commands or default_commands()).items()]
         self._liveness = self._watched(child_env)
         self._began = time.monotonic()
@@ -71,6 +64,7 @@ class Supervisor:
         self._last_health: tuple[object, object] = (None, None)
         self._announced = False
         self._last_step = ""
+        self._why = ""
 
     def run(self) -> int:
         """Starts, watches and stops the services; returns the exit code of `glm53 serve`."""
@@ -84,7 +78,14 @@ class Supervisor:
                 self._liveness.close()
             self._stop(signals)
             self._instance.release()
+        if self._why:
+            # Again, below what the others said while they were stopped: whoever looks for a reason looks at the end.
+            log.error("stopped: %s", self._why)
         return code
+
+    def _give_up(self, why: str) -> None:
+        self._why = why
+        log.error("%s", why)
 
     def _watched(self, env: Mapping[str, str]) -> Liveness | None:
         known = {"gateway": f"{self._own_url()}/health/live", "gpu_worker": self._worker_address}
@@ -143,7 +144,7 @@ class Supervisor:
 
     def _ended(self, service: Service, code: int) -> int | None:
         if service.hopeless:
-            log.error("%s could not start (%s); its message is above. Stopping.", service.name, describe_exit(code))
+            self._give_up(f"{service.name} could not start ({describe_exit(code)}): see its last ERROR or traceback above")
             return code if code in BOOT_FAILURES else ExitCode.BOOT
         wait_s = max(0.0, service.next_start - time.monotonic())
         how = "was killed, since it did not answer" if service.killed else describe_exit(code)
@@ -159,7 +160,7 @@ class Supervisor:
             self._announce(health)
             return None
         if health.get("broken"):
-            log.error("cannot serve this checkpoint: %s", health.get("reason"))
+            self._give_up(f"cannot serve this checkpoint: {health.get('reason')}")
             return ExitCode.BOOT
         step, seen = loading_step(health), (health.get("progress"), health.get("step"))
         if seen != self._last_health:
@@ -168,11 +169,8 @@ class Supervisor:
             self._last_step = step
             log.info("loading: %s", step)
         if time.monotonic() - self._moved > self._settings.boot_timeout_s:
-            log.error(
-                "not ready, and no progress for %g s (GLM53_BOOT_TIMEOUT_S); last step: %s",
-                self._settings.boot_timeout_s,
-                step or health.get("reason") or "unknown",
-            )
+            last = step or health.get("reason") or "unknown"
+            self._give_up(f"not ready, and no progress for {self._settings.boot_timeout_s:g} s (GLM53_BOOT_TIMEOUT_S); last step: {last}")
             return ExitCode.BOOT
         return None
 

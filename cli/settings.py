@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -87,6 +88,16 @@ class ServeSettings(ServiceSettings):
             f"`glm53 serve` runs one worker of its own, which cannot listen on {address!r}: use host:port or unix:/path, or unset it. A"
             " gateway for workers that run elsewhere is started by `python -m services.gateway`"
         )
+
+    def for_services(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment of the services: what we were given, with what they must agree on filled in."""
+        return {
+            **env,
+            "HOST": self.host,
+            "PORT": str(self.port),
+            "GLM53_INSTANCE": self.instance_name,
+            "GLM53_WORKER_ADDRESS": self.worker_listens_on,
+        }
 
     @property
     def instance_name(self) -> str:

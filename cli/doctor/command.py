@@ -74,7 +74,7 @@ def _findings(args: argparse.Namespace, machine: Machine, env: Mapping[str, str]
         except ConfigError as error:
             yield fail("settings", error.message)
         else:
-            env = {**env, "GLM53_INSTANCE": settings.instance_name, "GLM53_WORKER_ADDRESS": settings.worker_listens_on}
+            env = settings.for_services(env)
     for name in names:
         yield from importlib.import_module(SERVICES[name]).check(env, machine)
     if args.store is not None:

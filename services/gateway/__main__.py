@@ -29,7 +29,8 @@ def main() -> int:
     try:
         settings = GatewaySettings.load()
     except ConfigError as error:
-        sys.stderr.write(f"gateway: {error.message}\n")
+        configure_logging(GatewaySettings.service)
+        log.error("%s", error.message)
         return ExitCode.CONFIG
     configure_logging("gateway", level=settings.log_level, json_lines=settings.log_format == "json")
     log.info("glm53-offload gateway %s", _version())

@@ -181,8 +181,8 @@ class GatewaySettings(ServiceSettings):
         if not self.api_keys_file and not self.allow_public_without_keys and not _is_loopback(self.host):
             raise ValueError(
                 f"HOST is {self.host}, which other machines may reach, but no API keys are asked for: name a key file in "
-                f"GLM53_API_KEYS_FILE (`{COMMAND} keys create` makes one), or set GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that"
-                " does"
+                f"GLM53_API_KEYS_FILE (`{COMMAND} keys create --file FILE --id NAME` makes one), or set "
+                "GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that does"
             )
         return self
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cli import main
+from services.common.lifecycle import ExitCode
 from services.gpu_worker.settings import GpuWorkerSettings
 
 
@@ -52,3 +53,26 @@ def test_no_number_of_gigabytes(value: str, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         settings_of("-rcs", value)
     assert "argument -rcs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "said"),
+    [
+        (["--device", "gpu"], {}, "GLM53_DEVICE: Input should be 'auto', 'cpu' or 'cuda'"),
+        (["--context", "10"], {}, "GLM53_CONTEXT_TOKENS: 10 tokens hold no prompt"),
+        (["--host", "0.0.0.0"], {"GLM53_API_KEYS_FILE": ""}, "HOST is 0.0.0.0, which other machines may reach, but no API keys"),
+        ([], {"GLM53_MAX_BODY_BYTES": "much"}, "GLM53_MAX_BODY_BYTES: "),
+        ([], {"GLM53_CT_THREADS": "-1"}, "GLM53_CT_THREADS: "),
+    ],
+)
+def test_what_a_service_would_refuse_is_refused_before_any_starts(
+    flags: list[str], env: dict[str, str], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line with the setting's name, not somewhere between the lines of the three."""
+    monkeypatch.setattr(main, "configure_logging", lambda *_, **__: None)
+    monkeypatch.setattr(main, "Supervisor", lambda *_: pytest.fail("it starts"))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["serve", *flags]) == ExitCode.CONFIG
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert said in caplog.text

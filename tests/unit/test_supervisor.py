@@ -323,10 +323,11 @@ def supervisor(tmp_path: Path, port: int, settings: dict[str, str] | None = None
 
 
 @pytest.mark.parametrize("code", [3, 78])
-def test_a_boot_failure_stops_everything_with_its_code(tmp_path: Path, code: int) -> None:
-    """`glm53 serve` exits with the code of the service that could not start, and leaves nothing behind."""
+def test_a_boot_failure_stops_everything_with_its_code(tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
+    """`glm53 serve` exits with the code of the service that could not start, says at the end which it was, and leaves nothing behind."""
     run = supervisor(tmp_path, free_port(), gpu_worker=f"raise SystemExit({code})", gateway=SLEEP)
     assert run.run() == code
+    assert caplog.messages[-1].startswith(f"stopped: gpu_worker could not start (exited with code {code}): see its last ERROR")
     assert not (tmp_path / "state" / "children").exists()
 
 
