@@ -1,6 +1,6 @@
 """Whether a GPU machine has what the benches need: `python -m bench.gpu_check`. Exit 2, with what is wrong and the fix, when it has not.
 
-Says in seconds what a bench would say after minutes: the lent time of a machine is short.
+Says in seconds what a bench would say after minutes: the time of a rented machine is short.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gpu() -> Problem:
 
 
 def memory(layers: int, total: int | None = None, free_shm: int | None = None, there: int | None = None) -> Problem:
-    """Room for the slice. What is available now says less: memory of lent machines may grow when it is touched.
+    """Room for the slice. What is available now says less: memory of rented machines may grow when it is touched.
 
     Args:
         layers: MoE layers of it.

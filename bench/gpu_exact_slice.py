@@ -12,7 +12,7 @@ own process, each going on where an earlier one was cut off (rows of one boot ar
     clean           takes everything out of memory
 
 `--dry-run` goes the whole way without a GPU, with a stand-in for the loaded model. docs/measuring-on-a-gpu.md has the commands for a
-machine that is lent by the minute.
+machine that is rented by the minute.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One session on a lent GPU machine, in parts of nine minutes: bash bench/gpu_session.sh PART OUT [--dry-run]
+# One session on a rented GPU machine, in parts of nine minutes: bash bench/gpu_session.sh PART OUT [--dry-run]
 #
 #   1      the tests of fast and of waits, the slice's files, exact on the slice
 #   2      stock's CPU split, fast on the slice

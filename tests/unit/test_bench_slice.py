@@ -236,7 +236,7 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
 
 
 def test_estimates_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """What a command should take, so that one can be fitted into a lent machine's time; each fits into ten minutes."""
+    """What a command should take, so that one can be fitted into a rented machine's time; each fits into ten minutes."""
     gpu_exact_slice.main(["estimate"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines] == list(gpu_exact_slice.COMMANDS)

@@ -189,7 +189,7 @@ def test_folders_are_those_of_the_caller(session: Session, monkeypatch: pytest.M
 
 
 def test_few_files_come_back(session: Session) -> None:
-    """Results and one log, no rows and no logits: a lent machine gives eight files back."""
+    """Results and one log, no rows and no logits: a rented machine may give eight files back."""
     session.state.mkdir()
     (session.state / "boot").write_text(kept_rows.boot_id() + "\n")
     for name in (
