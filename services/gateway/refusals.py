@@ -74,6 +74,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "typical": (1, 1.0),
     # Other names of what this server has: ignoring them would be as wrong.
     "enable_thinking": (True,),
+    "extra_body": ({},),
     "max_length": (),
     "max_new_tokens": (),
     "min_new_tokens": (0,),
@@ -90,6 +91,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 OWN_NAMES = {
     "enable_thinking": "chat_template_kwargs",
+    "extra_body": "its fields by themselves",
+    "function_call": "tool_choice",
+    "functions": "tools",
     "max_length": "max_tokens",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
