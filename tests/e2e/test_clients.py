@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -212,3 +215,17 @@ def test_a_python_library(stack: Server, model: str, library: str) -> None:
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"{library}: all checks passed" in ran.stdout
+
+
+def test_the_curl_requests_of_the_page_are_answered(stack: Server) -> None:
+    """What docs/clients.md shows works as it stands there: address, header and body."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "clients.md").read_text()
+    block = page.split("## Requests with curl", 1)[1].split("```sh\n", 1)[1].split("```", 1)[0]
+    commands = [shlex.split(command) for command in re.findall(r"^curl (.*?)(?=^curl |^#|\Z)", block, re.MULTILINE | re.DOTALL)]
+    assert len(commands) >= 7
+    for words in commands:
+        (url,) = [word for word in words if word.startswith("http://127.0.0.1:30000/")]
+        headers = dict([words[words.index("-H") + 1].split(": ", 1)])
+        path = url.removeprefix("http://127.0.0.1:30000")
+        answer = httpx.post(stack.url + path, headers=headers, content=words[words.index("-d") + 1], timeout=60)
+        assert answer.status_code == 200, (path, answer.text)
