@@ -91,4 +91,6 @@ def configure_logging(service: str, *, level: str = "info", json_lines: bool = F
         logger = logging.getLogger(name)
         logger.handlers[:] = []
         logger.propagate = True
-    logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
+    # A line for each request, of which we have our own, or whose address carries a signature (the hub's downloads).
+    for name in ("uvicorn.access", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)

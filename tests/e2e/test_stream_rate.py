@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from bench.server import Server
@@ -54,3 +57,11 @@ def test_a_server_that_is_not_there_is_a_clear_error(monkeypatch: pytest.MonkeyP
     """Exit code 78, not a traceback."""
     monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
     assert glm53(["stream-rate", "--url", "http://127.0.0.1:1"]) == 78
+
+
+def test_the_command_says_what_it_measured_and_nothing_else(stack: Server) -> None:
+    """Its requests to the server are no news: the table stands alone."""
+    command = [sys.executable, "-m", "cli.main", "stream-rate", "--url", stack.url, "--tokens", "16", "--prompts", "0"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert len(ran.stdout.splitlines()) == 1
+    assert ran.stderr == ""
