@@ -84,13 +84,16 @@ def run(args: argparse.Namespace) -> int:
     """
     headers = {"Authorization": f"Bearer {args.key}"} if args.key else {}
     failed = False
-    with httpx.Client(base_url=args.url, headers=headers, timeout=_TIMEOUT_S) as client:
+    base = args.url.rstrip("/").removesuffix("/v1")  # as `glm53 serve` prints it
+    with httpx.Client(base_url=base, headers=headers, timeout=_TIMEOUT_S) as client:
         try:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             for length in args.prompts:
                 rate = measure(client, model, length, args.tokens)
                 print(_line(rate))
                 failed = failed or bool(rate.problems)
+        except httpx.HTTPStatusError as error:
+            raise ConfigError(f"{args.url} answers {error.response.status_code}: {error.response.text[:300]}") from None
         except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
             raise ConfigError(f"{args.url} cannot be measured: {error}") from None
     return ExitCode.OK if not failed else 1

@@ -65,3 +65,18 @@ def test_the_command_says_what_it_measured_and_nothing_else(stack: Server) -> No
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert len(ran.stdout.splitlines()) == 1
     assert ran.stderr == ""
+
+
+def test_the_address_that_serve_prints_is_taken(stack: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With /v1 at its end, as clients want it."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    assert glm53(["stream-rate", "--url", f"{stack.url}/v1/", "--tokens", "16", "--prompts", "0"]) in (0, 1)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_refusal_is_told_in_the_servers_words(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stack: Server) -> None:
+    """Such as that of a server which asks for keys; here that of an address which is none."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    assert glm53(["stream-rate", "--url", f"{stack.url}/elsewhere"]) == 78
+    assert "answers 404: " in caplog.text
+    assert "There is no GET /elsewhere/v1/models" in caplog.text
