@@ -16,6 +16,7 @@ from services.common.errors import Glm53Error
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
 from services.common.settings import ServiceSettings, enter_root, environ
+from services.common.version import VERSION
 from services.cpu_expert.settings import CpuExpertSettings
 from services.gateway.settings import GatewaySettings
 from services.gpu_worker.settings import GpuWorkerSettings
@@ -62,6 +63,7 @@ CONVERTED: dict[str, Callable[[str], str]] = {"-rcs": _gigabytes}
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `glm53`."""
     parser = argparse.ArgumentParser(prog=COMMAND, description="Serve GLM-5.3-Flash from one GPU plus host RAM.")
+    parser.add_argument("--version", action="version", version=f"glm53-offload {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run gateway, gpu_worker and cpu_expert on this machine")
     for flags, name, text in SERVE_FLAGS:

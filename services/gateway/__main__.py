@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import logging
 import os
 import sys
@@ -16,6 +15,7 @@ from services.common import event_loop
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
+from services.common.version import VERSION
 from services.gateway.app import create_app
 from services.gateway.fleet import worker_for
 from services.gateway.server import GatewayServer
@@ -33,7 +33,7 @@ def main() -> int:
         log.error("%s", error.message)
         return ExitCode.CONFIG
     configure_logging("gateway", level=settings.log_level, json_lines=settings.log_format == "json")
-    log.info("glm53-offload gateway %s", _version())
+    log.info("glm53-offload gateway %s", VERSION)
     for name, value, source in settings.describe():
         log.info("  %-34s = %s (%s)", name, value, source)
     return event_loop.run(_serve(settings))
@@ -55,13 +55,6 @@ async def _serve(settings: GatewaySettings) -> int:
         # uvicorn's way to say that it could not listen; it has logged why.
         return ExitCode.BOOT
     return ExitCode.OK if server.started else ExitCode.BOOT
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("glm53-offload")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

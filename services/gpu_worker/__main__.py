@@ -14,8 +14,8 @@ from services.common import event_loop
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.common.logs import configure_logging
+from services.common.version import VERSION
 from services.gpu_worker.backends import select
-from services.gpu_worker.server import VERSION
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.worker import Worker
 

@@ -24,6 +24,7 @@ from services.common.logs import request_id_var
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
 from services.common.trace_context import incoming
+from services.common.version import VERSION
 from services.gpu_worker import convert
 from services.gpu_worker.compiling import GrammarQueue
 from services.gpu_worker.detok import TokenTable
@@ -36,7 +37,6 @@ from services.gpu_worker.tracing import CallSpans
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.1.0"
 _MODES = {"fast": pb.MODE_FAST, "exact": pb.MODE_EXACT, "nvme": pb.MODE_NVME, "nvme-exact": pb.MODE_NVME_EXACT}
 # A stopped worker answers as one that drains: the proto has no word for it, and nobody connects any more.
 _STATES = {state: int(state) for state in ServiceState} | {ServiceState.STOPPED: int(ServiceState.DRAINING)}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from services.common.command import find
+from services.common.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -66,4 +70,15 @@ def test_the_real_command_shows_itself() -> None:
         timeout=60,
         check=False,
     )
-    assert "`.venv/bin/glm53 keys create`" in refused.stdout
+    assert "`.venv/bin/glm53 keys create " in refused.stdout
+
+
+def test_there_is_one_version() -> None:
+    """The command, the package and the images say the same one."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "cli.main", "--version"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    assert shown == f"glm53-offload {VERSION}\n"
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+    images = re.findall(r"^ARG VERSION=(.+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
+    assert set(images) == {VERSION}
