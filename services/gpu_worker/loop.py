@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.common.trace_context import trace_id_of
-from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, Stream, chunk_end
+from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
+from services.gpu_worker.contexts import Contexts, stream_of
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
 from services.gpu_worker.metrics import EngineMetrics
-from services.gpu_worker.prefix_cache import PrefixCache
 from services.gpu_worker.queue import FairQueue
 from services.gpu_worker.request import Admitted, Failed, FinishReason, PrefillProgress, Request, RequestState
 
@@ -81,9 +81,7 @@ class EngineLoop:
         # Requests that gave their memory up, oldest first. They are older than all in the queue, so nobody is admitted before them.
         self._put_back: deque[Request] = deque()
         self._num_admitted = 0
-        # Not a single snapshot fits: then none is made either.
-        too_large = backend.info.snapshot_bytes > limits.prefix_cache_bytes
-        self._prefixes = PrefixCache(0 if too_large else limits.prefix_cache_bytes)
+        self._contexts = Contexts(backend, limits.prefix_cache_bytes, limits.max_rq_tokens)
         self._failures_in_a_row = 0
         self._num_cancelled = 0  # live requests that were cancelled and not yet ended
         self._tidied_at = 0.0
@@ -239,11 +237,11 @@ class EngineLoop:
             if request is None:
                 return
             request.advance(RequestState.PREFILL)
-            self._open(request)
+            self._contexts.open(request)
             self._prefilling.append(request)
             if request.times.admitted is None:
                 self._note_admitted(request, now)
-            if not self._extend(_stream(request), self._reserve(request)):
+            if not self._contexts.extend(stream_of(request), self._contexts.reserve(request)):
                 # It was let in although it does not fit because nothing else runs: waiting would never end.
                 self._fail(request, EngineFailed("the context memory is too small for this request although nothing else uses it"))
 
@@ -255,19 +253,7 @@ class EngineLoop:
             return self._queue.pop(now, self._fits)
 
     def _fits(self, request: Request) -> bool:
-        return self.num_running == 0 or self.backend.fits(self._reserve(request))
-
-    def _extend(self, stream: Stream, num_tokens: int) -> bool:
-        """Makes room for so many tokens in a stream. Kept states give theirs up for it, first those that were used longest ago."""
-        while not self.backend.extend(stream, num_tokens):
-            if not self._prefixes.make_room():
-                return False
-        return True
-
-    def _reserve(self, request: Request) -> int:
-        """Tokens that a request's stream has memory for from the start: the prompt, what was produced, and some of what may come."""
-        have, left = len(request.spec.prompt) + request.num_generated, request.spec.sampling.max_tokens - request.num_generated
-        return min(have + min(left, self._limits.max_rq_tokens), self.backend.info.max_context)
+        return self.num_running == 0 or self.backend.fits(self._contexts.reserve(request))
 
     def _note_admitted(self, request: Request, now: float) -> None:
         """The request is in for the first time."""
@@ -280,23 +266,6 @@ class EngineLoop:
         self.metrics.queue_wait.observe(now - request.times.submitted)
         request.sink.put(Admitted(now - request.times.submitted, request.num_cached))
 
-    def _open(self, request: Request) -> None:
-        """Opens the request's stream, from a kept state where one fits."""
-        spec = request.spec
-        # The newest token is not in the stream yet: the next decode step puts it there.
-        request.feed = spec.prompt + tuple(request.output_ids[:-1])
-        # Prompt scores need every position's logits: nothing can be skipped.
-        kept = self._prefixes.find(spec.key_id, request.feed) if spec.prompt_scores is None else None
-        request.stream = self.backend.open_stream(kept.snapshot if kept is not None else None)
-        request.num_prefilled = len(kept.tokens) if kept is not None else 0
-
-    def _keep(self, request: Request, tokens: tuple[int, ...]) -> None:
-        """Keeps the state of the request's stream, which holds exactly `tokens`."""
-        if self._prefixes.wants(request.spec.key_id, tokens):
-            snapshot = self.backend.snapshot(_stream(request))
-            if snapshot is not None:
-                self._prefixes.keep(request.spec.key_id, tokens, snapshot)
-
     def _prefill_one_chunk(self) -> bool:
         """One chunk of the prompt whose turn it is; prompts take turns, so that a short one does not wait for a long one."""
         request = next((r for r in self._prefilling if not r.sink.full), None)
@@ -306,13 +275,13 @@ class EngineLoop:
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
         start, feed = request.num_prefilled, request.feed
         end = chunk_end(start, len(feed), size, self.backend.info.page_tokens)
-        keep = self._kept_length(request)
-        if start < keep < end and self._prefixes.wants(request.spec.key_id, feed[:keep]):
+        keep = self._contexts.kept_length(request)
+        if start < keep < end and self._contexts.wants(request, feed[:keep]):
             end = keep
         chunk = feed[start:end]
         generation = self._generations[request.spec.request_id]
         scores = generation.wants_prompt_scores and request.times.prefilled is None
-        logits = self._forward([request], lambda: self.backend.prefill(_stream(request), chunk, all_logits=scores))
+        logits = self._forward([request], lambda: self.backend.prefill(stream_of(request), chunk, all_logits=scores))
         if logits is None:
             return True
         request.num_prefilled += len(chunk)
@@ -321,22 +290,11 @@ class EngineLoop:
             return True
         if request.num_prefilled < len(feed):
             if request.num_prefilled == keep:
-                self._keep(request, feed[:keep])
+                self._contexts.keep(request, feed[:keep])
             self._prefilling.append(request)
             return True
         self._end_prefill(request, logits[-1])
         return True
-
-    def _kept_length(self, request: Request) -> int:
-        """Tokens of a request's feed after which the state is kept: it serves the same prompt again, and longer ones. 0 for nowhere.
-
-        Without pages that is before the last token, which then goes alone. With pages it is where the last full one ends, and chunks do
-        anyway; but a scored prompt is computed in other pieces than a prompt otherwise is, and so has other bits.
-        """
-        last, page = len(request.feed) - 1, self.backend.info.page_tokens
-        if not page:
-            return last
-        return last // page * page if request.spec.prompt_scores is None else 0
 
     def _tell_prefilled(self, request: Request, start: int, logits: Logits) -> bool:
         """Says how far the prompt is, with its scores; False when these cannot be told and the request has failed."""
@@ -369,7 +327,7 @@ class EngineLoop:
         if not batch:
             return False
         tokens = [_next_token(request) for request in batch]
-        logits = self._forward(batch, lambda: self.backend.decode([_stream(r) for r in batch], tokens))
+        logits = self._forward(batch, lambda: self.backend.decode([stream_of(r) for r in batch], tokens))
         if logits is None:
             return True
         for i, request in enumerate(batch):
@@ -383,13 +341,13 @@ class EngineLoop:
         The oldest one therefore always gets on, and with it, sooner or later, everybody.
         """
         for request in sorted(batch, key=lambda r: r.turn):
-            while request.stream is not None and not self._extend(request.stream, request.stream.length + 1):
+            while request.stream is not None and not self._contexts.extend(request.stream, request.stream.length + 1):
                 self._give_up_memory(max([*self._prefilling, *self._decoding], key=lambda r: r.turn))
         return [request for request in batch if request.stream is not None]
 
     def _give_up_memory(self, request: Request) -> None:
         """Puts a running request back to wait for memory; its tokens, and the state of its sampling, stay as they are."""
-        stream = _stream(request)
+        stream = stream_of(request)
         request.advance(RequestState.WAITING)
         request.num_lost = max(request.num_lost, stream.length)
         request.num_prefilled = 0
@@ -444,7 +402,7 @@ class EngineLoop:
         if ending is not None:
             # Where chunks have an order of their own a state that single tokens made has other bits than a prompt's.
             if not self.backend.info.page_tokens:
-                self._keep(request, request.spec.prompt + tuple(request.output_ids[:-1]))
+                self._contexts.keep(request, request.spec.prompt + tuple(request.output_ids[:-1]))
             self._end(request, RequestState.FINISHED, ending.reason, ending.stop_string, ending.stop_token_id)
 
     def _end(
@@ -502,12 +460,7 @@ class EngineLoop:
     def _update_gauges(self) -> None:
         used, reserved = self.backend.memory_tokens
         self.metrics.set_gauges(self.num_queued, self.num_running, used, reserved)
-        self.metrics.set_kept(len(self._prefixes), self._prefixes.num_bytes)
-
-
-def _stream(request: Request):  # type: ignore[no-untyped-def]
-    assert request.stream is not None
-    return request.stream
+        self.metrics.set_kept(self._contexts.num_kept, self._contexts.kept_bytes)
 
 
 def _next_token(request: Request) -> int:

@@ -320,7 +320,7 @@ def test_a_request_that_was_put_back_goes_on_from_its_kept_state(monkeypatch: py
         if bench.loop.metrics.to_json()["requests_put_back"]:
             break
     assert bench.loop.num_queued == 1
-    assert len(bench.loop._prefixes) == 2
+    assert bench.loop._contexts.num_kept == 2
     bench.model.passes.clear()
     bench.run()
     assert min(rows[0][0] for rows in bench.model.passes if rows[0][1] > 1) == 1280
@@ -347,7 +347,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch, seed: int) -> dict[str, Any]:
             talk += [*reader.ids, *prompt_of(draw.randrange(200), draw.randrange(10**6))]
     counts = bench.loop.metrics.to_json()
     bench.backend.check_idle()
-    while bench.loop._prefixes.make_room():
+    while bench.loop._contexts._prefixes.make_room():
         pass
     assert bench.backend.stats()["cache_pages_free"] == 12
     return counts
