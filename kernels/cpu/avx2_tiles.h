@@ -175,7 +175,8 @@ static inline __m256i place_window(const __m256i* dwords) {
 
 template <int K, int Pair>
 static inline __m256i window_pair(const __m256i* dwords) {
-  return _mm256_blend_epi16(place_window<K, 2 * Pair, 0>(dwords), place_window<K, 2 * Pair + 1, 1>(dwords), 0xAA);
+  /* In parentheses: without optimisation the intrinsic is a macro, which would split at the commas. */
+  return _mm256_blend_epi16((place_window<K, 2 * Pair, 0>(dwords)), (place_window<K, 2 * Pair + 1, 1>(dwords)), 0xAA);
 }
 
 /* All four pairs of windows of runs 8a .. 8a+7. */

@@ -328,6 +328,8 @@ def _fill_task(native: _Task, task: ExpertTask) -> tuple[npt.NDArray[np.uint32],
     hidden = task.shape.hidden
     if task.record.dtype != np.uint8 or task.record.ndim != 1 or task.record.size < task.shape.record_bytes:
         raise ValueError(f"record: expected uint8 [{task.shape.record_bytes}], got {task.record.dtype} {list(task.record.shape)}")
+    if not task.record.flags.c_contiguous:
+        raise ValueError(f"record: expected contiguous bytes, got a view with a stride of {task.record.strides[0]}")
     if task.x.dtype not in (np.dtype(np.float32), np.dtype(np.float16)):
         raise ValueError(f"x: expected float32 or float16, got {task.x.dtype}")
     if task.out.dtype != np.float32:

@@ -265,6 +265,8 @@ def test_a_malformed_task_is_refused() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"record": record[:100]}, "record: expected uint8"),
         ({"record": wide[offset : offset + record.size - 16]}, "record"),
+        ({"record": np.repeat(record, 2)[::2]}, "record: expected contiguous"),
+        ({"record": np.broadcast_to(record[:1], record.shape)}, "record: expected contiguous"),
         ({"x": x.astype(np.float64)}, "x: expected float32 or float16"),
         ({"x": x[:, :128]}, "x: expected contiguous"),
         ({"out": out.astype(np.float64)}, "out: expected float32"),
