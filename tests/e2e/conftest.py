@@ -36,6 +36,7 @@ def own_stack(work: Path, request: pytest.FixtureRequest) -> Iterator[serving.Se
 
 
 @pytest.fixture
-def client(stack: serving.Server) -> openai.OpenAI:
+def client(stack: serving.Server) -> Iterator[openai.OpenAI]:
     """The official client on the default stack."""
-    return openai.OpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0, timeout=120)
+    with openai.OpenAI(base_url=stack.url + "/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made

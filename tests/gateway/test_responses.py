@@ -164,7 +164,8 @@ def test_input_items_come_in_pages(stack: Stack) -> None:
     assert page(order="asc", limit=2, after=second) == (["2", "3"], True)
     assert page(order="desc", limit=1, after=second) == (["0"], False)
     name = url.split("/")[3]
-    assert [item.content[0].text for item in stack.client().responses.input_items.list(name, limit=2, order="asc")] == list("01234")
+    with stack.client() as client:
+        assert [item.content[0].text for item in client.responses.input_items.list(name, limit=2, order="asc")] == list("01234")
     for params in ({"limit": 0}, {"limit": 101}, {"limit": "x"}, {"order": "up"}, {"after": "item_9"}):
         check_error(stack.http.get(url, params=params), next(iter(params)))
 
