@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.backends import select
-from tests.worker.test_arena_check import damage
+from tests.support.arena_damage import damage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]

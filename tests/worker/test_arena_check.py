@@ -23,6 +23,7 @@ from services.gpu_worker.backends.cpu import CpuBackend
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.settings import GpuWorkerSettings
+from tests.support.arena_damage import damage
 from tests.worker.harness import RunningWorker, until
 
 
@@ -105,20 +106,6 @@ def leave_arena(model_dir: pathlib.Path, shm_dir: pathlib.Path) -> None:
     backend.close()
     del backend
     gc.collect()  # with the last user of the mapping goes its lock
-
-
-def damage(shm_dir: pathlib.Path, *records: tuple[int, int]) -> None:
-    """Flips a bit in records of the arena that a stopped worker left."""
-    arena = Arena.attach(segments.arena_path(shm_dir, "default"))
-    start = [arena.record(layer, expert)[:64].tobytes() for layer, expert in records]
-    arena.close()
-    path = pathlib.Path(segments.arena_path(shm_dir, "default"))
-    data = bytearray(path.read_bytes())
-    for first in start:
-        at = data.index(first)
-        data[at + 5] ^= 0x40
-    with path.open("r+b") as file:  # the same file: a worker re-attaches it by name
-        file.write(data)
 
 
 def backend_of(worker: RunningWorker) -> CpuBackend:
