@@ -22,6 +22,7 @@ from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.pass_lock import PassLock
 from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.patches import decode_blocks
 from services.gpu_worker.patches.replace import Replacements
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -131,7 +132,7 @@ class Exl3Backend:
         self._logits = torch.empty((info.max_streams, info.vocab_size), dtype=torch.float32, pin_memory=True)
         self._passes = PassLock()
         self.check: ArenaCheck | None = None  # of a re-attached arena
-        self._staging: dict[tuple[str, int], torch.Tensor] = {}
+        self._staging: dict[tuple[str, int], tuple[torch.Tensor, NDArray[Any]]] = {}
 
     @property
     def progress(self) -> int:
@@ -264,15 +265,18 @@ class Exl3Backend:
         return passes[0] if len(passes) == 1 else np.concatenate(passes)
 
     def _pass(self, batch: Sequence[GpuStream], token_ids: Sequence[int]) -> Logits:
-        ids = self._pinned("ids", (len(batch), 1), torch.int64)
-        lengths = self._pinned("lengths", (len(batch),), torch.int32)
+        rows = len(batch)
         used = [stream.pages[: pages_for(stream.length + 1)] for stream in batch]
         width = -(-max(map(len, used)) // _TABLE_STEP) * _TABLE_STEP
-        table = self._pinned("table", (len(batch), width), torch.int32)
-        table.zero_()
-        for row, (stream, pages, token) in enumerate(zip(batch, used, token_ids, strict=True)):
-            ids[row, 0], lengths[row] = token, stream.length
-            table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        ids, id_values = self._pinned("ids", (rows, 1), torch.int64)
+        lengths, length_values = self._pinned("lengths", (rows,), torch.int32)
+        table, table_values = self._pinned("table", (rows, width), torch.int32)
+        # Written through numpy: an element of a tensor takes microseconds, while the device has nothing to do.
+        id_values[:, 0] = token_ids
+        length_values[:] = [stream.length for stream in batch]
+        table_values[:] = 0
+        for row, pages in enumerate(used):
+            table_values[row, : len(pages)] = pages
         params = {
             "attn_mode": "flash_attn",
             "block_table": table,
@@ -284,10 +288,12 @@ class Exl3Backend:
             "recurrent_history": False,
             "pinned_staging": True,
         }
+        if rows <= decode_blocks.MAX_ROWS:
+            params[decode_blocks.DECODE] = rows
         logits = self._model.forward(ids, params)
         for stream in batch:
             stream.length += 1
-        out = self._logits[: len(batch)]
+        out = self._logits[:rows]
         out.copy_(logits[:, -1, : self.info.vocab_size].float(), non_blocking=True)
         # The step's one wait: for the compute stream alone, copies of experts go on.
         torch.cuda.current_stream(self._device).synchronize()
@@ -295,12 +301,14 @@ class Exl3Backend:
         self.experts.between_passes()
         return result
 
-    def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A pinned buffer that is used again; the step before has been waited for."""
+    def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, NDArray[Any]]:
+        """A pinned buffer that is used again, and the same memory for the host to write; the step before has been waited for."""
         key = (name, shape[1] if len(shape) > 1 else 0)
         if key not in self._staging:
-            self._staging[key] = torch.zeros((self.info.max_streams, *shape[1:]), dtype=dtype, pin_memory=True)
-        return self._staging[key][: shape[0]]
+            made = torch.zeros((self.info.max_streams, *shape[1:]), dtype=dtype, pin_memory=True)
+            self._staging[key] = made, made.numpy()
+        tensor, values = self._staging[key]
+        return tensor[: shape[0]], values[: shape[0]]
 
     def check_idle(self) -> None:
         """Raises RuntimeError when streams or pages are held although no stream should be open."""

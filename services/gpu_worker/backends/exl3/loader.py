@@ -29,7 +29,7 @@ from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
-from services.gpu_worker.patches import dispatch, expert_load, pointer_tables, triton_tuners, upstream
+from services.gpu_worker.patches import decode_blocks, dispatch, expert_load, pointer_tables, triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 from services.gpu_worker.settings import GpuWorkerSettings
 
@@ -184,11 +184,20 @@ def load_model(
         pointer_tables.share_reconstruct_scales(
             layers, lambda mlp: torch.empty((1, mlp.multi_up.in_features), dtype=torch.float16, device=f"cuda:{DEVICE}")
         )
+        patch_blocks(replacements, model, exllamav3_ext, block_sparse_mlp.BlockSparseMLP)
     except BaseException:
         replacements.undo()
         records.close()
         raise
     return Loaded(model, cache, layers, records, table, replacements)
+
+
+def patch_blocks(replacements: Replacements, model: Any, ext: Any, moe_class: type) -> None:
+    """Decode steps with less of the host's work; blocks of another kind stay as they are."""
+    patched, reasons = decode_blocks.install(replacements, model, ext, moe_class)
+    log.info("decode blocks = %d patched", patched)
+    for reason in reasons:
+        log.warning("decode is launched as exllamav3 does it: %s", reason)
 
 
 def make_store(
