@@ -25,7 +25,7 @@ HEAT: dict[str, Any] = {
     "admit_margin": 1.0,
     "heat_slow_half_life": 400,
     "heat_fast_half_life": 12,
-    "heat_fast_weight": 1.0,
+    "heat_fast_weight": 2.0,
 }
 Trace = NDArray[np.uint16]
 

@@ -76,7 +76,7 @@ class PagerPolicy:
 
     slow_half_life: float = 400.0
     fast_half_life: float = 12.0
-    fast_weight: float = 1.0
+    fast_weight: float = 2.0
     admit_margin: float = 1.0
     admit_after: int = 1
     max_copies: int = 64  # records of one layer step; the rest are read in place

@@ -26,7 +26,7 @@ class PlacementOptions:
     margin: float = 1.0  # a newcomer must be this much hotter than the record it replaces
     slow_half_life: float = 400.0  # decode steps
     fast_half_life: float = 12.0
-    fast_weight: float = 1.0
+    fast_weight: float = 2.0
 
 
 @dataclass(frozen=True)
