@@ -255,6 +255,56 @@ def test_the_seam_of_the_experts_is_kept() -> None:
     assert torch.equal(y, torch.full((2, 1, HIDDEN), 9.0))
 
 
+class Embedding:
+    key, multiplier, normalize, out_dtype = "embed", 1.0, False, torch.float32
+
+    def __init__(self) -> None:
+        self.embedding = types.SimpleNamespace(weight=torch.nn.Parameter(torch.randn(20, HIDDEN).half()))
+
+    def forward(self, x: Any, params: Any, out_dtype: Any = None) -> Any:
+        params["stock"] = True
+        return self.embedding.weight[x].to(out_dtype or torch.float32)
+
+
+@pytest.fixture
+def pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory cannot be pinned here."""
+    monkeypatch.setattr(decode_blocks, "pinned", torch.empty)
+
+
+@pytest.mark.usefixtures("pageable")
+@pytest.mark.parametrize("rows", [1, 5, MAX_ROWS])
+def test_tokens_are_looked_up_as_stock_does_it(rows: int) -> None:
+    """The same rows as float32, in memory of their own for each number of rows; a prompt goes through stock."""
+    model, ext, _ = make()
+    embedding = Embedding()
+    model.fwd_modules.insert(0, (embedding, 0, 0))
+    ids = torch.arange(3, 3 + rows)[:, None]
+    want = embedding.forward(ids, {})
+    with Replacements() as replaced, torch.inference_mode():
+        assert decode_blocks.install(replaced, model, ext, Experts) == (3, [])
+        params: dict[str, Any] = {DECODE: rows}
+        got = embedding.forward(ids, params)
+        assert (got.dtype, got.shape, "stock" in params) == (torch.float32, (rows, 1, HIDDEN), False)
+        assert torch.equal(got, want)
+        prompt: dict[str, Any] = {}
+        assert torch.equal(embedding.forward(ids.T, prompt), want.transpose(0, 1))
+        assert prompt == {"stock": True}
+
+
+@pytest.mark.usefixtures("pageable")
+@pytest.mark.parametrize(("name", "value"), [("multiplier", 2.0), ("normalize", True), ("out_dtype", torch.float16)])
+def test_an_embedding_that_does_more_stays_stocks(name: str, value: Any) -> None:
+    """It is named."""
+    model, ext, _ = make()
+    embedding = Embedding()
+    setattr(embedding, name, value)
+    model.fwd_modules.insert(0, (embedding, 0, 0))
+    with Replacements() as replaced:
+        assert decode_blocks.install(replaced, model, ext, Experts) == (3, ["embed: its rows are scaled, or of another type"])
+        assert "forward" not in vars(embedding)
+
+
 BLOCKS = [
     ("attn_resid_scalar", 2.0, "it has attn_resid_scalar"),
     ("out_dtype", torch.float16, "it has out_dtype"),

@@ -142,6 +142,45 @@ class DecodeExperts:
         return mlp.cpu_split_combine(out, partial, pending, out.shape)
 
 
+class DecodeEmbedding:
+    """Rows of the table of tokens, which exllamav3 keeps in host memory: while they are looked up the device has nothing to do.
+
+    Args:
+        embedding: exllamav3's Embedding, loaded.
+    """
+
+    def __init__(self, embedding: Any) -> None:
+        self.stock: Forward = embedding.forward
+        self._table = embedding.embedding.weight.data
+        width, dtype = self._table.shape[1], self._table.dtype
+        self._rows = [torch.empty((rows, width), dtype=dtype) for rows in range(MAX_ROWS + 1)]
+        # As stock's own staging: the step before has been waited for when the next one is written.
+        staged = pinned((MAX_ROWS, 1, width))
+        self._staged = [staged[:rows] for rows in range(MAX_ROWS + 1)]
+
+    def forward(self, x: torch.Tensor, params: dict[str, Any], out_dtype: Any = None) -> Any:
+        """As the module's own; x: int64 [rows, 1]. Gives float32 [rows, 1, hidden] in pinned memory."""
+        rows = params.get(DECODE)
+        if rows is None or out_dtype is not None:
+            return self.stock(x, params, out_dtype)
+        found, staged = self._rows[rows], self._staged[rows]
+        torch.index_select(self._table, 0, x.view(-1), out=found)
+        staged[:, 0].copy_(found)
+        return staged
+
+
+def pinned(shape: tuple[int, ...]) -> torch.Tensor:
+    """float32 in pinned host memory."""
+    return torch.empty(shape, pin_memory=True)
+
+
+def why_not_embedding(module: Any) -> str:
+    """Why an embedding keeps stock's forward pass, or ""."""
+    if module.multiplier != 1.0 or module.normalize or module.out_dtype != torch.float32:
+        return "its rows are scaled, or of another type"
+    return "" if module.embedding.weight.device.type == "cpu" else "its table is on the device"
+
+
 def why_not_block(block: Any) -> str:
     """Why a block keeps stock's forward pass, or ""."""
     parts = ("attn", "attn_hc", "attn_norm", "mlp", "mlp_hc", "mlp_norm")
@@ -176,7 +215,7 @@ def why_not_experts(mlp: Any) -> str:
 
 
 def install(replacements: Replacements, model: Any, ext: Any, moe_class: type[Any]) -> tuple[int, list[str]]:
-    """Patches every block that it was written for.
+    """Patches every block that it was written for, and the embedding in front of them.
 
     Args:
         replacements: undoes the patch; before the model is unloaded.
@@ -190,6 +229,11 @@ def install(replacements: Replacements, model: Any, ext: Any, moe_class: type[An
     spaces: dict[tuple[int, Any], Workspaces] = {}
     patched, reasons = 0, []
     blocks: list[Any] = [module for module, _, _ in model.fwd_modules]
+    if type(blocks[0]).__name__ == "Embedding":
+        if problem := why_not_embedding(blocks[0]):
+            reasons.append(f"{blocks[0].key}: {problem}")
+        else:
+            replacements.set(blocks[0], "forward", DecodeEmbedding(blocks[0]).forward)
     for module in blocks:
         if getattr(module, "attn", None) is None or getattr(module, "mlp", None) is None:
             continue

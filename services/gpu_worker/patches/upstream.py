@@ -25,6 +25,7 @@ TARGETS = (
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.forward", "cafbe8cdf3da9640"),
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP._batch_recon_layer", "0f8a8439b1fedebc"),
     Target("exllamav3.modules.block_sparse_mlp_cpu", "BlockSparseMLP_CPU", "5b812bff2cc88197"),
+    Target("exllamav3.modules.embedding", "Embedding.forward", "02e41a46fdd43e79"),
     Target("exllamav3.modules.transformer", "TransformerBlock.forward", "a58fb4f774827454"),
     Target("exllamav3.modules.hyperconnections", "HyperConnection.mix", "2bf3d201d2814f17"),
     Target("exllamav3.modules.hyperconnections", "HyperConnection.apply_", "d6508e0a817a7cbe"),
