@@ -11,6 +11,9 @@ from pathlib import Path
 from bench.kept_rows import Row, reasons
 
 ROUND_TRIP = "publish to reply"
+RMS = "relative RMS against fp64"
+NOISE = "noise floor"
+LARGEST = 0.02  # of stock's error: fp16 makes a thousandth of it, another expert's bytes make it 1
 FAST, TWO_THREADS, MANY_STEPS = "fast", "fast, two threads", "fast, 2000 steps"
 FULL_RECORDS = 42 * 288  # of the whole model
 ENOUGH_STEPS = 2000
@@ -67,6 +70,21 @@ def _read(path: Path | None) -> Row:
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(path.read_text())) if path is not None else {}
     return {}
+
+
+def quotable(path: Path) -> list[Row]:
+    """Rows of fidelity in a result file, each with the boot and the commit that it is of.
+
+    No row that failed, and no noise floor made of an error of stock's that cannot be one.
+
+    Raises:
+        OSError, ValueError: there is no such file, or it is no result.
+    """
+    document = json.loads(path.read_text())
+    rows = [row for row in document["rows"] if row["part"] == "fidelity" and "error" not in row]
+    believed = any(row["name"] == RMS and row["stock"] <= LARGEST for row in rows)
+    origin = {"boot_id": document["facts"]["boot_id"], "commit": document.get("commit")}
+    return [{**origin, **row} for row in rows if believed or row["name"] not in (RMS, NOISE)]
 
 
 def key_of(row: Row) -> str:
@@ -138,14 +156,17 @@ def _memory(rows: list[Row], facts: Row) -> Row:
 
 
 def _fidelity(rows: list[Row]) -> Row:
-    hashes = {row["name"]: row["hash"] for row in rows if row.get("placement")}
-    noise = [row for row in rows if row["name"] == "noise floor"]
+    placed = [row for row in rows if row.get("placement") and "hash" in row]
+    # Bits are compared within a boot: another one may be of another GPU.
+    hashes = {boot: {row["hash"] for row in placed if row.get("boot_id") == boot} for boot in {row.get("boot_id") for row in placed}}
+    noise = [row for row in rows if row["name"] == NOISE and "kl" in row]
     ours = next((row for row in rows if row["name"] == "fast against exact"), {})
-    rms = next((row for row in rows if row["name"] == "relative RMS against fp64"), {})
+    rms = next((row for row in rows if row["name"] == RMS and "error" not in row), {})
     floor = statistics.fmean(row["kl"] for row in noise) if noise else None
     return {
-        "placement_invariant": len(set(hashes.values())) == 1 if len(hashes) > 1 else None,
-        "placements": len(hashes),
+        "placement_invariant": all(len(found) == 1 for found in hashes.values()) if len(placed) > len(hashes) else None,
+        "placements": len(placed),
+        "fidelity_boot_ids": sorted({row["boot_id"] for row in rows if "boot_id" in row}),
         "positions": ours.get("positions"),
         "kl_fast_vs_exact": ours.get("kl"),
         "kl_fast_vs_exact_95": ours.get("kl_95"),

@@ -32,6 +32,7 @@ GROUPS = (1, 1, 2, 4, 8, 8, 8, 8)
 STEPS = 56
 NOISE_SEEDS = 8
 MOST_FAILURES = 2
+RMS = {"part": "fidelity", "name": fast_figures.RMS}
 RESULTS = report.ROOT / "docs" / "results"
 
 
@@ -46,8 +47,8 @@ class Rig(Protocol):
         """Logits of forced decode steps, and the tokens that were fed."""
         ...
 
-    def stock_error(self, group: list[list[int]]) -> dict[str, float]:
-        """Relative RMS of stock's and our experts against fp64."""
+    def stock_error(self, group: list[list[int]]) -> dict[str, Any]:
+        """Relative RMS of stock's and our experts against fp64; with an `error` when that was measured wrongly."""
         ...
 
 
@@ -113,6 +114,15 @@ class Results:
             if self.errors >= MOST_FAILURES:
                 raise
 
+    def quote(self, earlier: Path) -> None:
+        """Takes over the fidelity of an earlier result, each row with the boot that it is of: it compares bits, not times.
+
+        A noise floor is taken over only with a measurement of stock's error that would be believed today.
+        """
+        for row in fast_figures.quotable(earlier):
+            if not self.done(**row):
+                self.add(**row)
+
     def leave_out(self, name: str) -> None:
         """Says that there was no time for something."""
         print(f"no time for: {name}", flush=True)
@@ -145,9 +155,12 @@ def fidelity(rig: Rig, setting: Any, prompts: list[list[int]], results: Results,
         first += streams
     exact, fed = _exact(rig, setting, groups, results, steps)
     _placements(rig, setting, groups, results, steps, exact, fed)
-    if not results.done(part="fidelity", name="relative RMS against fp64"):
-        results.add(part="fidelity", name="relative RMS against fp64", **rig.stock_error(groups[min(2, len(groups) - 1)]))
-    stock_rms = results.row(part="fidelity", name="relative RMS against fp64")["stock"]
+    if not results.done(**RMS):
+        results.add(**RMS, **rig.stock_error(groups[min(2, len(groups) - 1)]))
+    if not results.done(**RMS):
+        print(f"no noise floor: {results.row(**RMS)['error']}", flush=True)
+        return
+    stock_rms = results.row(**RMS)["stock"]
     for seed in range(NOISE_SEEDS):
         if results.done(part="fidelity", name="noise floor", seed=seed):
             continue
@@ -166,7 +179,12 @@ def _exact(rig: Rig, setting: Any, groups: list[list[list[int]]], results: Resul
         return fast_fidelity.load(kept)
     exact, fed = rig.forced(setting("exact", fast=False), groups, None, steps)
     fast_fidelity.save(kept, exact, fed)
-    results.add(part="fidelity", name="exact", positions=len(exact.logits), hash=fast_fidelity.digest(exact), **exact.facts)
+    row = {"positions": len(exact.logits), "hash": fast_fidelity.digest(exact), **exact.facts}
+    if results.done(part="fidelity", name="exact") and (earlier := results.row(part="fidelity", name="exact")).get("boot_id"):
+        row |= {"bits_of_an_earlier_boot": earlier["hash"] == row["hash"], "earlier_boot_id": earlier["boot_id"]}
+    results.add(part="fidelity", name="exact", **row)
+    if results.done(part="fidelity", name="exact again"):
+        return exact, fed
     again, _ = rig.forced(setting("exact", fast=False), groups, fed, steps)
     results.add(part="fidelity", name="exact again", differing=fast_fidelity.steps_differing(exact, again))
     return exact, fed
@@ -193,7 +211,7 @@ def _placements(rig: Rig, setting: Any, groups: list[list[list[int]]], results: 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["fidelity", "speed"], help="one of the two parts")
+    parser.add_argument("--only", choices=["fidelity", "speed", "stock-error"], help="one part; stock-error: diagnosis alone")
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers of the slice")
     parser.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
@@ -205,6 +223,7 @@ def parse() -> argparse.Namespace:
         "--slice", type=Path, default=RESULTS / "gpu_exact_slice.json", help="bench.gpu_exact_slice's result: stock's steps"
     )
     parser.add_argument("--int-kernel", type=Path, default=RESULTS / "gpu_int_kernel.json", help="bench.gpu_int_kernel's result")
+    parser.add_argument("--fidelity-from", type=Path, help="an earlier result: rows of its fidelity that are not there yet, with its boot")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the file again")
     parser.add_argument("--dry-run", action="store_true", help="the whole course with made-up figures, without a GPU")
     args = parser.parse_args()
@@ -225,6 +244,8 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
     else:
         from bench import gpu_fast_parts
 
+        if "stock-error" in args.parts:
+            gpu_fast_parts.stock_error_on_gpu(args, results, deadline)
         if "fidelity" in args.parts:
             gpu_fast_parts.fidelity_on_gpu(args, results, deadline)
         if "speed" in args.parts:
@@ -237,6 +258,8 @@ def main() -> None:
     started = report.start("bench.gpu_fast")
     results = Results(args.out, started, args.state, args.slice, args.int_kernel)
     problem: dict[str, Any] = {}
+    if args.fidelity_from is not None:
+        results.quote(args.fidelity_from)
     try:
         if not args.report:
             run(args, results, began + args.seconds)

@@ -43,9 +43,9 @@ class DryRig:
             number += len(group)
         return Run(logits, prompts, {"restarts": setting.restarts}), fed
 
-    def stock_error(self, group: list[list[int]]) -> dict[str, float]:
+    def stock_error(self, group: list[list[int]]) -> dict[str, Any]:
         """Made up."""
-        return {"stock": 1e-3, "ours": 4e-5, "experts": float(len(group))}
+        return {"stock": 1e-3, "ours": 4e-5, "entries": len(group)}
 
 
 def noise(*seed: int) -> NDArray[np.float32]:

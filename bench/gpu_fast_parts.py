@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint, slice_hidden, slice_ours, slice_rates
 from bench.fast_fidelity import Setting
-from bench.gpu_fast import GROUPS, TINY, Results, fidelity
-from bench.gpu_fast_rig import GpuRig, LaneProcess, prompts
+from bench.gpu_fast import GROUPS, RMS, TINY, Results, fidelity
+from bench.gpu_fast_rig import ERROR_SETTINGS, GpuRig, LaneProcess, prompts
 from bench.slice_machine import Nvml, PeakSampler, ram_extra_gib, vram_of
 from kernels.python import segments
 from kernels.python.arena import Arena
@@ -31,7 +32,6 @@ SHM = "/dev/shm"
 SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `slice`
 IDLE_S = 5.0
 HIDDEN_STEPS, HIDDEN_S = 24, 15.0
-RMS = {"part": "fidelity", "name": "relative RMS against fp64"}
 EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
@@ -43,7 +43,27 @@ def prepare(results: Results) -> None:
 
 
 def fidelity_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
-    """The shipped checkpoint."""
+    """The shipped checkpoint: placements, stock's error, the noise floor, the idle server."""
+    with shipped(args, results, deadline) as rig:
+        fidelity(rig, Setting, prompts(TINY, sum(GROUPS), seed=1), results)
+        if not results.done(part="idle", name="idle"):
+            idle(rig, results)
+
+
+def stock_error_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
+    """Stock's error alone, with records in every place: a few seconds. What is behind the step must come out wrong."""
+    with shipped(args, results, deadline) as rig:
+        every = prompts(TINY, sum(GROUPS), seed=1)
+        for how in ERROR_SETTINGS:
+            with results.trying({"part": "diagnosis", "name": f"stock's error, {how}"}):
+                row = rig.stock_error(every[2:4], how=how)
+                refused = row.pop("error", None)  # what the last one is there to show: no broken row
+                results.add(part="diagnosis", name=f"stock's error, {how}", **row, refused=refused)
+
+
+@contextlib.contextmanager
+def shipped(args: argparse.Namespace, results: Results, deadline: float) -> Iterator[GpuRig]:
+    """A rig over the shipped checkpoint."""
     prepare(results)
     checkpoint = Checkpoint(TINY)
     config = checkpoint.config
@@ -55,10 +75,7 @@ def fidelity_on_gpu(args: argparse.Namespace, results: Results, deadline: float)
             arena_fill.fill(checkpoint, shapes, arena, lambda _fraction, _what: None)
             arena.seal()
         loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=32_768, max_streams=8, chunk=2048)
-        rig = GpuRig(loaded, config.num_experts_per_tok, config.vocab_size, "gpu-fast", lane, deadline, SHM)
-        fidelity(rig, Setting, prompts(TINY, sum(GROUPS), seed=1), results)
-        if not results.done(part="idle", name="idle"):
-            idle(rig, results)
+        yield GpuRig(loaded, config.num_experts_per_tok, config.vocab_size, "gpu-fast", lane, deadline, SHM)
     finally:
         lane.close()
         arena.unlink()

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report
+from bench import report, stock_error
 from bench.backend_info import gpu_info
 from bench.fast_fidelity import Run, Setting
-from bench.kernel_accuracy import Exact, fp16_table, relative_rms
 from kernels.python import segments
 from kernels.python.cuda_expert import CudaExperts, Routing
 from kernels.python.fast_pager import FastCosts, FastOptions
@@ -35,6 +34,12 @@ from services.gpu_worker.patches.replace import Replacements
 Group = list[list[int]]  # prompts that are decoded together
 LANE_WAIT_S = 60.0
 FACTS = ("decode_steps", "picks", "experts", "evictions", "recomputed_picks", "aborts", "cpu_expert_bytes", "planner_error_pct")
+# Where records are while stock's error is measured.
+ERROR_SETTINGS = {
+    "in place": Setting("exact, in place", fast=False, slots=0.0, placed=0.0, on_demand=False, admit=False),
+    "in slots": Setting("exact, in slots", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False),
+    "after the step": Setting("exact, after the step", fast=False),
+}
 
 
 class LaneProcess:
@@ -172,38 +177,35 @@ class GpuRig:
         facts = {name: stats[name] for name in FACTS if name in stats}
         return Run(logits, prompts, {**facts, "restarts": faults.done}), fed
 
-    def stock_error(self, group: Group, limit: int = 24) -> dict[str, float]:
-        """Relative RMS of an expert's row against fp64 with the weights that a GPU decodes, on inputs of a real pass: stock's and ours."""
-        seen: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
-        with self.backend(Setting("exact", fast=False)) as backend:
-            for layer in self.loaded.layers:
-                layer.mlp.bc.run_bszN = keeping(layer, layer.mlp.bc.run_bszN, seen)
+    def stock_error(self, group: Group, most: int = 24, *, how: str = "in place") -> dict[str, Any]:
+        """How far stock's experts and ours are from fp64, on inputs of real steps: stock_error.summarise's row.
+
+        Args:
+            most: entries (one layer of one step).
+            how: where records are: `in place`, `in slots`, or `after the step`: copied within the steps, whose tables are over by then. The
+                last one shows what a stale table makes; it measures no kernel.
+        """
+        setting = ERROR_SETTINGS[how]
+        seen: list[stock_error.Step] = []
+        with self.backend(setting) as backend:
+            stock = {layer.index: stock_error.keep_steps(layer, seen) for layer in self.loaded.layers}
             self._group(backend, group, None, 3)
             with torch.inference_mode():
-                pairs = [self._errors(*entry) for entry in seen[:: max(1, len(seen) // limit)]]
-        stock, ours = zip(*pairs, strict=True)
-        return {"stock": float(np.mean(stock)), "ours": float(np.mean(ours)), "experts": float(len(pairs))}
+                meter = stock_error.Meter(self.loaded.records, self._rows_of_ours)
+                entries = [meter.entry(step, stock[step.layer.index]) for step in stock_error.thinned(seen, most)]
+        return stock_error.summarise(entries)
 
-    def _errors(self, layer: Any, x: torch.Tensor, selected: torch.Tensor) -> tuple[float, float]:
-        shape, records = self.loaded.records.shapes[layer.index], self.loaded.records
-        out, device = layer.mlp.experts_cfg.out_bszn, self.loaded.table.device
-        x, selected = x[:1].contiguous(), selected[:1].contiguous()
-        weights = torch.zeros((1, self.top_k), dtype=torch.float16, device=device)
-        run = layer.mlp.bc.stock
-        run(x, selected, weights)
-        without = out[:1].double()
-        weights[0, 0] = 1.0
-        run(x, selected, weights)
-        stock = (out[:1].double() - without).cpu().numpy()
-        y = torch.zeros((self.top_k, shape.hidden), device=device)
-        addresses = torch.from_numpy(records.addresses(layer.index)).to(device)
-        with CudaExperts(shape, self.top_k, device.index or 0) as kernels:
-            routing = Routing(addresses.data_ptr(), selected.data_ptr(), weights.data_ptr(), records.num_experts, 1, self.top_k)
-            kernels.run(routing, x.data_ptr(), y=y.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
-            ours = y[:1].cpu().numpy()
-        record = records.arena.record(layer.index, int(selected[0, 0]))
-        exact = Exact(shape, record, fp16_table())(x.cpu().numpy())
-        return relative_rms(stock, exact), relative_rms(ours, exact)
+    def _rows_of_ours(self, step: stock_error.Step) -> stock_error.Wide:
+        records, rows = self.loaded.records, len(step.x)
+        shape, device = records.shapes[step.layer.index], self.loaded.table.device
+        y = torch.zeros((rows * self.top_k, shape.hidden), device=device)
+        addresses = torch.from_numpy(records.addresses(step.layer.index)).to(device)
+        with CudaExperts(shape, rows * self.top_k, device.index or 0) as kernels:
+            routing = Routing(
+                addresses.data_ptr(), step.selected.data_ptr(), step.weights.data_ptr(), records.num_experts, rows, self.top_k
+            )
+            kernels.run(routing, step.x.data_ptr(), y=y.data_ptr(), stream=torch.cuda.current_stream().cuda_stream)
+            return np.asarray(y.double().cpu().numpy().reshape(rows, self.top_k, shape.hidden), np.float64)
 
     def _group(self, backend: Exl3Backend, group: Group, tokens: list[list[int]] | None, steps: int) -> list[tuple[Any, list[int]]]:
         streams = [backend.open_stream() for _ in group]
@@ -296,17 +298,6 @@ class Noise:
             undo()
         for kernels in self._kernels.values():
             kernels.close()
-
-
-def keeping(layer: Any, stock: Callable[..., None], seen: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
-    """A layer's decode step that keeps its inputs. The step alone is `layer.mlp.bc.stock`."""
-    layer.mlp.bc.stock = stock
-
-    def run(x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> None:
-        seen.append((layer, x.clone(), selected.clone()))
-        stock(x, selected, weights)
-
-    return run
 
 
 def wait_for(condition: Callable[[], bool], problem: str) -> None:

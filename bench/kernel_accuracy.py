@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -46,12 +47,18 @@ class Exact:
         return np.asarray((a * u) @ self._down)
 
 
+@functools.cache
+def hadamard() -> Wide:
+    """H of 128, orthonormal."""
+    return np.asarray(np.array([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128))
+
+
 def dense(shape: ExpertShape, record: npt.NDArray[np.uint8], name: str, table: Wide | None) -> Wide:
     """diag(suh) H W H diag(svh) of a matrix, [in, out]."""
     trellis, suh, svh = (shape.view(record, f"{name}_{kind}") for kind in ("trellis", "suh", "svh"))
     states = reference.matrix_states(trellis)
     inner = (887 * (reference.mul1_byte_sums(states) - 510) - 238) * 2.0**-17 if table is None else table[states]
-    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in range(128)] for i in range(128)]) / np.sqrt(128)
+    signs = hadamard()
     rows, columns = inner.shape
     blocks = (signs @ inner.reshape(rows // 128, 128, columns)).reshape(rows, columns // 128, 128) @ signs
     return np.asarray(suh.astype(np.float64)[:, None] * blocks.reshape(rows, columns) * svh.astype(np.float64))

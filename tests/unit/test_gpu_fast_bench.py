@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import functools
 import json
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench import fast_fidelity, fast_figures, gpu_fast, gpu_fast_parts, gpu_fast_rig, kept_rows, report
+from bench import fast_fidelity, fast_figures, gpu_fast, gpu_fast_parts, gpu_fast_rig, kept_rows, report, stock_error
 from bench.fast_fidelity import Run, Setting
 from bench.gpu_fast_dry import DryRig
 from kernels.python.cuda_expert import StepArguments
@@ -29,7 +30,7 @@ from services.gpu_worker.patches import pointer_tables
 from services.gpu_worker.patches.expert_load import MoeLayer
 from services.gpu_worker.patches.replace import Replacements
 from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Stage
-from tests.tier.simulated_gpu import FastKernels
+from tests.tier.simulated_gpu import FastKernels, array
 from tests.unit import test_exl3_fast as fast_base
 from tests.unit.test_exl3_backend import FakeCache
 
@@ -92,10 +93,17 @@ def test_divergence_agreement_and_interval() -> None:
 
 
 class Stock:
-    """exllamav3's compiled layer: fp16 roundings of its own, the shared expert inside, picks of weight 0 neither read nor computed."""
+    """exllamav3's compiled layer: fp16 roundings of its own, the shared expert inside, picks of weight 0 neither read nor computed.
 
-    def __init__(self, layer: int, stage: Stage, out: torch.Tensor) -> None:
-        self._layer, self._arena, self._out, self._pool = layer, stage.arena, out, ExpertPool("scalar")
+    It reads records where the layer's tables say.
+    """
+
+    def __init__(self, layer: int, stage: Stage, out: torch.Tensor, table: torch.Tensor) -> None:
+        self._layer, self._arena, self._out, self._table, self._pool = layer, stage.arena, out, table, ExpertPool("scalar")
+
+    def record(self, expert: int) -> Any:
+        shape = self._arena.shape(self._layer)
+        return array(int(self._table[self._layer, 0, expert]) - getattr(shape, pointer_tables.ROWS[0]), np.uint8, shape.record_bytes)
 
     def run_bszN(self, y: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> None:
         shape = self._arena.shape(self._layer)
@@ -104,7 +112,7 @@ class Stock:
         for pick, (expert, weight) in enumerate(zip(selected.flatten().tolist(), weights.flatten().tolist(), strict=True)):
             if weight != 0:
                 row, out_row = np.array([pick // TOP_K], np.uint32), np.array([pick], np.uint32)
-                self._pool.run([ExpertTask(shape, self._arena.record(self._layer, expert), x, picks, row, out_row)])
+                self._pool.run([ExpertTask(shape, self.record(expert), x, picks, row, out_row)])
         rounded = torch.from_numpy(picks).half().float().view(*selected.shape, HIDDEN)
         self._out[: len(y)] = (weights.float()[..., None] * rounded).sum(1) + 0.125 * y.float()
 
@@ -139,12 +147,12 @@ class FakeModel:
         return logits[-params.get("last_tokens_only", len(tokens)) :].view(ids.shape[0], -1, VOCAB)
 
 
-def make_layer(stage: Stage, index: int) -> MoeLayer:
+def make_layer(stage: Stage, index: int, table: torch.Tensor) -> MoeLayer:
     out = torch.zeros(8, HIDDEN)
     mlp = types.SimpleNamespace(
         experts_cfg=types.SimpleNamespace(out_bszn=out),
         bc_sh_exp=True,
-        bc=Stock(index, stage, out),
+        bc=Stock(index, stage, out, table),
         cpu_split_first=None,
         cpu_split_submit=None,
         cpu_split_combine=None,
@@ -190,9 +198,9 @@ def rig(made: Stage, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(gpu_fast_rig, "CudaExperts", RunKernels)
     patient = functools.partial(FastOptions, job_timeout_ms=60_000, heartbeat_timeout_ms=60_000)  # a busy machine is no fault
     monkeypatch.setattr(gpu_fast_rig, "FastOptions", patient)
-    layers = [make_layer(made, layer) for layer in range(LAYERS)]
     records = fast_base.ArenaRecords(made)
     table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
+    layers = [make_layer(made, layer, table) for layer in range(LAYERS)]
     loaded = loader.Loaded(FakeModel(layers), FakeCache(64 * 2048), layers, records, table, Replacements())  # type: ignore[arg-type]
     made.region.unlink()  # the rig makes its own, one for each setting
     lane = gpu_fast_rig.LaneProcess(made.instance, str(made.shm_dir), 1)
@@ -220,6 +228,90 @@ def test_the_fidelity_part_finds_equal_bits_and_a_noise_floor(rig: Any, tmp_path
     assert results.summary["kl_noise_floor"] > 0
     assert results.summary["kl_fast_vs_exact"] < 100 * results.summary["kl_noise_floor"]
     assert json.loads((tmp_path / "out.json").read_text())["summary"]["noise_seeds"] == 2
+
+
+def test_stock_s_error_is_not_measured_through_the_tables_of_another_step(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock reads where the tables say. In place and in slots it gives fp16's roundings; behind steps that moved slots, other experts."""
+    rng = np.random.default_rng(2)
+    group = [rng.integers(0, VOCAB, 4 + 5 * i).tolist() for i in range(3)]
+    stale = dataclasses.replace(gpu_fast_rig.ERROR_SETTINGS["after the step"], slots=0.4, placed=0.1)  # so many that some are in transit
+    monkeypatch.setitem(gpu_fast_rig.ERROR_SETTINGS, "after the step", stale)
+    rows = {how: rig.stock_error(group, how=how) for how in gpu_fast_rig.ERROR_SETTINGS}
+    for how in ("in place", "in slots"):
+        row = rows[how]
+        assert "error" not in row
+        assert row["entries"] == len(row["by_entry"]) == 5 * LAYERS  # two prompts are short enough for a decode step
+        assert row["stock_min"] <= row["stock"] <= row["stock_max"]
+        assert 5e-5 < row["stock"] < 1e-3  # a row rounded to fp16: 2^-12 at most, 2^-12 / sqrt(3) on average
+        assert 0 < row["ours"] < row["stock"]
+        for name in ("own_weight", "weight_0.1", "weight_1"):
+            assert row[f"stock_row_{name}"]["max"] < 1e-3
+        assert {layer for layer, _, _ in row["by_entry"]} == set(range(LAYERS))
+    assert rows["in slots"] == rows["in place"]
+    wrong = rows["after the step"]
+    assert wrong["stock_max"] > 0.5
+    assert f"(layer {wrong['stock_max_layer']})" in wrong["error"]
+    assert wrong["ours_max"] < 1e-3  # reads the arena, whatever the tables say
+
+
+def test_a_broken_measurement_of_stock_gives_no_noise_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its row is an error with the figure; no noise is added, and the next command measures it again."""
+    monkeypatch.setattr(gpu_fast, "GROUPS", (1,))
+
+    class Wrong(CountingRig):
+        def stock_error(self, group: list[list[int]]) -> dict[str, Any]:
+            return stock_error.summarise([{"layer": 4, "stock": self.off, "ours": 1e-4, "weight_1": [self.off]}] * 3)
+
+    rig = Wrong(100)
+    rig.off = 0.295
+    results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
+    gpu_fast.fidelity(rig, Setting, [[1, 2]], results, steps=3)
+    assert "off by up to 0.295 (layer 4)" in results.row(**gpu_fast.RMS)["error"]
+    assert not any("noise" in name for name in rig.ran)
+    assert (results.summary["stock_relative_rms"], results.summary["kl_noise_floor"]) == (None, None)
+    rig.off = 0.0014
+    gpu_fast.fidelity(rig, Setting, [[1, 2]], results, steps=3)
+    assert results.summary["stock_relative_rms"] == 0.0014
+    assert results.summary["noise_seeds"] == gpu_fast.NOISE_SEEDS
+
+
+def earlier_result(folder: Path, stock: float) -> Path:
+    """A result file of another boot, whose noise floor was made with so large an error of stock's."""
+    results = gpu_fast.Results(folder / "earlier.json", {"machine": {}, "commit": "c0ffee"}, folder / "earlier.rows")
+    gpu_fast.fidelity(CountingRig(100), Setting, [[1, 2]], results, steps=3)
+    results.add(part="speed", name="fast", streams=1, link_derate=1, ms=1.0, tok_s=1000.0)
+    results.add(part="idle", name="idle", worker_core_pct=4.0, cpu_expert_core_pct=1.0)
+    results.add(part="fidelity", name="random", error="x")
+    results.add(**gpu_fast.RMS, stock=stock, ours=1e-4)
+    document = json.loads((folder / "earlier.json").read_text())
+    document["facts"]["boot_id"] = "another"
+    (folder / "earlier.json").write_text(json.dumps(document))
+    return folder / "earlier.json"
+
+
+@pytest.mark.parametrize(("stock", "seeds_again"), [(0.295, 8), (0.001, 0)])
+def test_fidelity_of_an_earlier_boot_is_quoted_with_its_boot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stock: float, seeds_again: int
+) -> None:
+    """Bits alone, no times and no failed row; a noise floor whose measurement would be refused today is measured again."""
+    monkeypatch.setattr(gpu_fast, "GROUPS", (1,))
+    path = earlier_result(tmp_path, stock)
+    results, rig = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows"), CountingRig(100)
+    results.quote(path)
+    assert {(row["part"], row["boot_id"], row["commit"]) for row in results.rows} == {("fidelity", "another", "c0ffee")}
+    assert not results.done(part="fidelity", name="random")
+    gpu_fast.fidelity(rig, Setting, [[1, 2]], results, steps=3)
+    assert rig.ran[:2] == ["exact", "random"]  # exact once: the quoted hash stands beside its own
+    assert len([name for name in rig.ran if "noise" in name]) == seeds_again
+    exact = results.row(part="fidelity", name="exact")
+    assert (exact["bits_of_an_earlier_boot"], exact["earlier_boot_id"]) == (True, "another")
+    summary = results.summary
+    assert (summary["placement_invariant"], summary["placements"]) == (True, len(gpu_fast.placements(Setting)))
+    assert summary["fidelity_boot_ids"] == ["another"]
+    assert (summary["noise_seeds"], summary["c1_tok_s"], summary["idle_core_pct"]) == (gpu_fast.NOISE_SEEDS, None, None)
+    assert summary["stock_relative_rms"] == 0.001
+    gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows").quote(path)
+    assert json.loads((tmp_path / "out.json").read_text())["summary"] == summary  # what is there stays
 
 
 def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> None:
@@ -251,6 +343,7 @@ class CountingRig(DryRig):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
+        self.off = 0.0
         self.ran: list[str] = []
 
     def time_left(self) -> bool:
@@ -374,7 +467,7 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2"]
     assert set(results.left_out) == {*expected, "hidden states"} - set(measured)
     monkeypatch.setattr(gpu_fast_parts, "HIDDEN_S", 0.0)
-    results.add(**gpu_fast_parts.RMS, stock=1e-3)
+    results.add(**gpu_fast.RMS, stock=1e-3)
     assert results.row(part="speed", name="fast", streams=1, link_derate=2)["link_bound_ms"] > 0
     monkeypatch.setattr(gpu_fast_parts, "expected_s", lambda *_args: 0.0)
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
