@@ -69,7 +69,7 @@ def prepare_exllamav3(args: argparse.Namespace) -> None:
 
 def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     """One command's cases."""
-    todo = slice_cases.missing(slice_cases.cases(command, args.warm + args.steps), rows)
+    todo = slice_cases.missing(slice_cases.cases(command, args.warm + args.steps, first=args.first), rows)
     if not todo:
         print(f"{command}: everything is measured", flush=True)
         return
@@ -132,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--context", type=int, default=32_768, help="tokens of the longer prefill, and behind which the @32k cases decode")
     made.add_argument("--admit-after", type=int, default=1)
     made.add_argument("--seconds", type=float, default=3600.0, help="of each command: no case begins that would end later")
+    made.add_argument("--first", action="store_true", help="only what every session must have")
     made.add_argument("--tune", action="store_true", help="let Triton time its configurations")
     made.add_argument("--any-stock", action="store_true", help="go on when stock is slower than it is known to be")
     made.add_argument("--dry-run", action="store_true", help="no GPU: a stand-in for the model")

@@ -28,7 +28,7 @@ class Mode:
 
     Attributes:
         name: part of the case's name.
-        slots: `share` of the records, `all`, or `one`.
+        slots: `share` of the records (11.4 %, as on a card of 24 GB), `all`, `one`, or `prefill`: prefill_slots.
         options: ExpertOptions' fields.
         link_derate: every miss is copied so many times.
     """
@@ -47,6 +47,20 @@ MODES = (
     Mode("in_place", "one", {"admit": False}),
     Mode("resident", "all", {"admit": False}),
 )
+
+
+# Of the whole model on a card of 24 GB: 1,376 slots. A prefill lends two halves of them, each for the missing experts of one layer.
+MODEL_LAYERS, MODEL_SLOTS, STAGED = 42, 1376, 275
+
+
+def prefill_slots(layers: int) -> int:
+    """Slots that a prefill of so many layers is measured with.
+
+    The share of the records (`share`) would not do: the halves that a prefill stages a layer in do not shrink with the number of layers, so
+    on a slice a part of each layer would be read in place, as at full size nothing is. These are two whole halves, and the slice's part of
+    what is left of the model's slots beside them: as much of a layer is staged, and as much of it resident, as at full size.
+    """
+    return 2 * STAGED + round((MODEL_SLOTS - 2 * STAGED) * layers / MODEL_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -102,15 +116,18 @@ _EXPECTED_MS = {
 # The admission that is faster at C1, and the slower one: known when both have been measured.
 BEST, OTHER = "BEST", "OTHER"
 ADMISSIONS = ("in_step", "between_steps")
-# The most valuable first: what is left out by a lack of time stands last. Each change of the mode costs a second.
-_ORDER = (
-    ("between_steps", "C1"),
+# The most valuable first: what is left out by a lack of time stands last. Each change of the mode costs a second. FIRST is what every
+# session must have, so it names its modes; REST is measured when there is time.
+_FIRST = (
     ("in_step", "C1"),
-    ("resident", "C1 C2 C4 prefill8k"),
-    (BEST, "C4 C2 prefill8k"),
-    ("resident", "modules"),
+    ("resident", "C1 C2 C4"),
+    ("in_step", "C4 C2 prefill8k"),
+    ("resident", "prefill8k modules"),
     ("in_step_half_link", "C1"),
-    (BEST, "drift scan C8 C1@32k prefill32k"),
+    ("between_steps", "C1 C4"),
+)
+_REST = (
+    (BEST, "C4 C2 prefill8k drift scan C8 C1@32k prefill32k"),  # the first three again where the other admission is the faster one
     ("resident", "C1@32k C8 prefill32k C4@32k"),
     (OTHER, "C4 C2 prefill8k"),
     (BEST, "C4@32k C2@32k C8@32k"),
@@ -120,7 +137,8 @@ _ORDER = (
 )
 # Not worth a load of its own: it is measured when a command has the time, and not missed.
 _OPTIONAL = ("stock/C1@32k",)
-_STOCK_ORDER = {"stock": "C1 C4 C2 C1@32k", "stock_resident": "C1 C2 C4 prefill8k C1@32k prefill32k"}
+_STOCK_FIRST = {"stock": "C1 C4 C2", "stock_resident": "C1"}
+_STOCK_REST = {"stock": "C1@32k", "stock_resident": "C2 C4 prefill8k C1@32k prefill32k"}
 _PREFILL_S = {"prefill8k": 4.0, "prefill32k": 10.0}
 _STOCK_SPLIT_S = {"C1@32k": 45.0}  # never measured; it has a limit of its own
 ENTER_S = 1.5
@@ -137,21 +155,24 @@ def _expected_s(mode: str, what: str, steps: int) -> float:
     return 1 + steps / case.share * _EXPECTED_MS[known][case.streams] / 1000 + (2.0 if what == "scan" else 0.0)
 
 
-def cases(side: str, steps: int) -> list[Case]:
-    """All cases of a side in the order in which they run.
+def cases(side: str, steps: int, *, first: bool = False) -> list[Case]:
+    """All cases of a side in the order in which they run; some may turn out to be the same one.
 
     Args:
         steps: warm-up and measured ones together.
+        first: only what every session must have.
     """
     if side == "ours":
-        return [Case(side, mode, what, _expected_s(mode, what, steps)) for mode, names in _ORDER for what in names.split()]
+        order = _FIRST if first else _FIRST + _REST
+        return [Case(side, mode, what, _expected_s(mode, what, steps)) for mode, names in order for what in names.split()]
+    names = _STOCK_FIRST[side].split() + ([] if first else _STOCK_REST[side].split())
     key = "resident" if side == "stock_resident" else "stock"
     known = _STOCK_SPLIT_S if side == "stock" else {"C1@32k": 8 + steps * _EXPECTED_MS[key][1] / 1000}
-    return [Case(side, "", what, known.get(what) or _expected_s(key, what, steps)) for what in _STOCK_ORDER[side].split()]
+    return [Case(side, "", what, known.get(what) or _expected_s(key, what, steps)) for what in names]
 
 
 # Seconds of a command before its first case: import, load, pinning, first kernels.
-LOAD_S = {"prepare": 25, "ours": 150, "stock": 140, "stock_resident": 60}
+LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60}
 
 
 def estimate(command: str, steps: int) -> float:
@@ -193,6 +214,11 @@ def resolved(case: Case, rows: dict[str, Row]) -> Case:
     return replace(case, mode=best if case.mode == BEST else next(mode for mode in ADMISSIONS if mode != best))
 
 
+def placed(mode: Mode | None, case: Case) -> Mode | None:
+    """The mode with the slots that the case needs."""
+    return replace(mode, slots="prefill") if mode is not None and mode.slots == "share" and case.kind == "prefill" else mode
+
+
 def missing(todo: list[Case], rows: Rows) -> list[Case]:
     """What is not measured yet; nothing when that is not worth a load of its own. What has failed before comes last: it may fail again."""
     left = [case for case in todo if not rows.done(resolved(case, rows.rows).name)]
@@ -216,7 +242,8 @@ def run(
         deadline: monotonic seconds after which no case begins that would not end before it.
         check: may raise SystemExit when a row shows that the run is of no use.
     """
-    skipped, inside, failures = [], "", 0
+    skipped, failures = [], 0
+    inside: tuple[str, Mode | None] | None = None
     for case in (resolved(each, rows.rows) for each in todo):
         if rows.done(case.name):
             continue
@@ -224,9 +251,10 @@ def run(
             skipped += [case.name] if case.name not in _OPTIONAL else []
             continue
         try:
-            if case.mode != inside:
-                engine.enter(modes.get(case.mode))
-                inside = case.mode
+            wanted = (case.mode, placed(modes.get(case.mode), case))
+            if wanted != inside:
+                engine.enter(wanted[1])
+                inside = wanted
                 engine.after()
             row = engine.measure(case)
             row |= engine.after()
@@ -236,7 +264,7 @@ def run(
         except Exception as error:  # noqa: BLE001 - the next case may still work, and the row says what broke
             traceback.print_exc()
             row, failures = {"error": f"{type(error).__name__}: {error}"}, failures + 1
-            inside = "?"
+            inside = None
         rows.put(case.name, row)
         if check is not None and "error" not in row:
             try:
@@ -285,7 +313,10 @@ def bound_ms(rows: dict[str, Row], facts: Row, mode: str, what: str) -> float | 
 
 
 def prefill_limit_s(rows: dict[str, Row], facts: Row, what: str = "prefill8k") -> float | None:
-    """The longer of: every expert resident, and all experts but the resident ones over the link once for each chunk."""
+    """The longer of: every expert resident, and all experts but a card's share of them over the link once for each chunk.
+
+    The share is that of decode, 11.4 %: the slots that a prefill is measured with are more of a slice's records than of the model's.
+    """
     resident = rows.get(f"ours/resident/{what}", {})
     if "s" not in resident or not facts.get("link_gb_s"):
         return None

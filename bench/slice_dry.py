@@ -6,7 +6,7 @@ import numpy as np
 
 from bench import routing_trace
 from bench.kept_rows import Row
-from bench.slice_cases import Case, Mode
+from bench.slice_cases import Case, Mode, prefill_slots
 from kernels.python.cache_sim import CachePolicy, simulate
 
 RECORD_BYTES = 9_474_048
@@ -68,7 +68,10 @@ class DryEngine:
         seconds = (
             resident if self._mode is None or self._mode.slots == "all" else max(resident, self.records * RECORD_BYTES / LINK_GB_S / 1e9)
         )
-        return {"tokens": 8192 * chunks, "chunks": chunks, "s": round(seconds * chunks, 3), "tok_s": round(8192 / seconds)}
+        row = {"tokens": 8192 * chunks, "chunks": chunks, "s": round(seconds * chunks, 3), "tok_s": round(8192 / seconds)}
+        return row | (
+            {"slots": min(self.records, prefill_slots(self._layers))} if self._mode is not None and self._mode.slots == "prefill" else {}
+        )
 
     def after(self) -> Row:
         return {"vram_peak_mib": 11_000, "ram_extra_gib": 2.5} if self._side == "ours" else {}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import routing_trace, slice_checkpoint, slice_modules, slice_rates, slice_traces
+from bench import routing_trace, slice_cases, slice_checkpoint, slice_modules, slice_rates, slice_traces
 from bench.backend_info import gpu_info
 from bench.kept_rows import Row
 from bench.slice_cases import Case, Mode
@@ -221,9 +221,15 @@ def decode_row(times: list[float], streams: int, before: dict[str, Any], after: 
     return row
 
 
-def prefill(backend: Exl3Backend, tokens: int) -> dict[str, Any]:
-    """One prompt in passes of CHUNK, the second time."""
+def prefill(backend: Exl3Backend, tokens: int, records: int = 0) -> dict[str, Any]:
+    """One prompt in passes of CHUNK, the second time.
+
+    Args:
+        records: of all layers; the row then has the slots, the experts staged in a pass, and their share of those in no slot. 1: nothing
+            was read in place.
+    """
     times = []
+    before = backend.stats()
     ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
     for _ in range(2):
         stream = backend.open_stream()
@@ -236,7 +242,17 @@ def prefill(backend: Exl3Backend, tokens: int) -> dict[str, Any]:
         finally:
             backend.close_stream(stream)
     chunks = -(-tokens // CHUNK)
-    return {"tokens": tokens, "chunks": chunks, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+    row = {"tokens": tokens, "chunks": chunks, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
+    return row | (staged(before, backend.stats(), records, backend.experts._records.stride, 2 * chunks) if records else {})
+
+
+def staged(before: Row, after: Row, records: int, stride: int, passes: int) -> Row:
+    """Slots of a prefill, and what share of the experts in none of them was staged in each of so many passes."""
+    row: Row = {"slots": after["slots"]}
+    if missing := records - after["slots_used"]:
+        each = (after["bytes_staged"] - before["bytes_staged"]) / stride / passes
+        row |= {"staged_per_pass": round(each), "staged_share": round(each / missing, 3)}
+    return row
 
 
 class OurEngine:
@@ -283,7 +299,8 @@ class OurEngine:
         assert mode is not None
         whole = mode.slots == "all"
         torch.cuda.set_per_process_memory_fraction(1.0 if whole else min(1.0, CARD_MIB * 2**20 / self._total))
-        count = {"all": self._records, "one": 1, "share": self._slots}[mode.slots]
+        for_prefill = min(self._records, slice_cases.prefill_slots(self._loaded.records.num_layers))
+        count = {"all": self._records, "one": 1, "share": self._slots, "prefill": for_prefill}[mode.slots]
         after = self._args.admit_after
         policy = PagerPolicy(admit_after=after, link_derate=mode.link_derate)
         options = ExpertOptions(PlacementOptions(admit_after=after), pager=policy, **mode.options)
@@ -322,7 +339,7 @@ class OurEngine:
         assert self._backend is not None
         args = self._args
         if case.kind == "prefill":
-            return prefill(self._backend, args.context if case.long else args.prefill)
+            return prefill(self._backend, args.context if case.long else args.prefill, self._records)
         if case.kind == "modules":
             return self._modules(self._backend)
         if case.kind == "alternate":

@@ -51,7 +51,9 @@ def test_a_dry_run_measures_every_case_and_makes_every_figure(tmp_path: Path) ->
         document = dry(tmp_path, command)
     names = {row["name"] for row in document["rows"]}
     every = [case for side in ("ours", "stock", "stock_resident") for case in slice_cases.cases(side, 12)]
-    assert len(names) == len(every)
+    admissions = [case for case in every if case.mode not in (slice_cases.BEST, slice_cases.OTHER)]
+    assert names > {case.name for case in admissions}
+    assert names >= {f"ours/{mode}/{what}" for mode in slice_cases.ADMISSIONS for what in ("C1", "C2", "C4", "prefill8k")}
     assert {"ours/in_step/C8", "ours/in_step/alternate", "ours/between_steps/C4", "ours/resident/C2@32k", "stock/C1@32k"} <= names
     assert not any(case.mode in (slice_cases.BEST, slice_cases.OTHER) and case.name in names for case in every)
     summary = document["summary"]
@@ -120,13 +122,13 @@ def test_a_broken_mode_leaves_its_rows_and_the_others_go_on(tmp_path: Path) -> N
     assert slice_cases.run(todo, MODES, engine, rows, time.monotonic() + 1e6) == []
     assert rows.rows["ours/in_place/C1"] == {"error": "RuntimeError: the device is gone"}
     assert rows.done("ours/resident/C8")
-    assert engine.entered[:3] == ["between_steps", "in_step", "resident"]
+    assert engine.entered[:4] == ["in_step", "resident", "in_step", "in_step"]  # the last one with the slots of a prefill
     assert set(engine.entered) == set(MODES)
     bad = DryEngine("ours", 1, trace_of(1), 4, broken="resident")
     other = Rows(tmp_path / "r2", tmp_path / "o2", report.start("test"), slice_cases.summarise)
     with pytest.raises(SystemExit, match="2 cases in a row failed, the last one with RuntimeError: the device is gone"):
         slice_cases.run(todo, MODES, bad, other, time.monotonic() + 1e6)
-    assert len(json.loads((tmp_path / "r2").read_text())["rows"]) == 4
+    assert list(json.loads((tmp_path / "r2").read_text())["rows"]) == ["ours/in_step/C1", "ours/resident/C1", "ours/resident/C2"]
 
 
 def test_what_has_failed_comes_last_and_what_is_optional_needs_no_load(tmp_path: Path) -> None:
@@ -145,6 +147,42 @@ def test_what_has_failed_comes_last_and_what_is_optional_needs_no_load(tmp_path:
         assert len(slice_cases.missing(todo, rows)) > 1
         rows.put(name, {"ms": 20.0})
     assert slice_cases.missing(todo, rows) == []
+
+
+def test_a_prefill_has_slots_in_the_proportions_of_the_whole_model(tmp_path: Path) -> None:
+    """Both halves whole, of the rest the slice's part; decode keeps its share of the records, and a mode with all of them stays."""
+    assert slice_cases.prefill_slots(42) == 1376
+    assert slice_cases.prefill_slots(12) == 550 + 236  # 826 * 12 / 42
+    assert slice_cases.prefill_slots(12) * 9_474_048 < 8e9  # far from the card's 24 GB
+    modes = {name: slice_cases.placed(MODES[name], Case("ours", name, "prefill8k", 1.0)) for name in MODES}
+    assert {name: mode.slots for name, mode in modes.items() if mode} == {
+        "between_steps": "prefill", "in_step": "prefill", "in_step_half_link": "prefill", "in_place": "one", "resident": "all",
+    }  # fmt: skip
+    assert slice_cases.placed(MODES["in_step"], Case("ours", "in_step", "scan", 1.0)) == MODES["in_step"]
+    rows, engine = rows_in(tmp_path), DryEngine("ours", 12, trace_of(12), 4)
+    slice_cases.run(slice_cases.cases("ours", 8, first=True), MODES, engine, rows, time.monotonic() + 1e6)
+    assert rows.rows["ours/in_step/prefill8k"]["slots"] == 786
+    assert slice_ours.staged({"bytes_staged": 100}, {"bytes_staged": 1900, "slots": 786, "slots_used": 10}, 310, 2, 3) == {
+        "slots": 786, "staged_per_pass": 300, "staged_share": 1.0,
+    }  # fmt: skip
+    assert slice_ours.staged({"bytes_staged": 0}, {"bytes_staged": 0, "slots": 9, "slots_used": 9}, 9, 2, 1) == {"slots": 9}
+
+
+def test_what_every_session_must_have_comes_first(tmp_path: Path) -> None:
+    """`--first` measures that alone, and nothing of it again later."""
+    document = dry(tmp_path, "ours", "--first")
+    assert [row["name"] for row in document["rows"]] == [
+        "ours/in_step/C1", "ours/resident/C1", "ours/resident/C2", "ours/resident/C4", "ours/in_step/C4", "ours/in_step/C2",
+        "ours/in_step/prefill8k", "ours/resident/prefill8k", "ours/resident/modules", "ours/in_step_half_link/C1",
+        "ours/between_steps/C1", "ours/between_steps/C4",
+    ]  # fmt: skip
+    assert [row["name"] for row in dry(tmp_path, "stock", "--first")["rows"][12:]] == ["stock/C1", "stock/C4", "stock/C2"]
+    document = dry(tmp_path, "stock_resident", "--first")
+    assert document["rows"][-1]["name"] == "stock_resident/C1"
+    missing = {key for key, value in document["summary"].items() if value is None and key in slice_cases.NEEDS}
+    assert missing == {"c1_vs_stock165"}
+    names = [row["name"] for row in dry(tmp_path, "ours")["rows"]]
+    assert len(names) == len(set(names)) > 30
 
 
 def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
@@ -369,6 +407,9 @@ class FakeBackend:
             "decode_records_missed": 8 * self.rows,
             "bytes_copied": 100 * self.rows,
             "records_in_place": self.rows,
+            "slots": 6,
+            "slots_used": 2,
+            "bytes_staged": 3 * self.prefills * self.experts._records.stride,
         }
 
 
@@ -423,6 +464,7 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         host = torch.zeros((experts, 8), dtype=torch.uint8)
         records = types.SimpleNamespace(
             num_records=experts,
+            num_layers=1,
             pin_seconds=1.5,
             stride=shapes[0].record_bytes,
             arena=arena,
@@ -473,7 +515,8 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     c2 = rows.rows["ours/between_steps/C2"]
     assert (c2["steps"], c2["hit_rate"], c2["vram_peak_mib"]) == (3, 0.5, 3072)
     assert c2["missed_mib_per_step"] == round(16 * engine.facts()["record_bytes"] / 2**20, 1)
-    assert rows.rows[f"ours/{best}/prefill8k"]["tokens"] == 64
+    eight = rows.rows[f"ours/{best}/prefill8k"]
+    assert (eight["tokens"], eight["slots"], eight["staged_per_pass"], eight["staged_share"]) == (64, 6, 3, 0.5)
     assert (rows.rows[f"ours/{best}/prefill32k"]["tokens"], rows.rows[f"ours/{best}/prefill32k"]["chunks"]) == (600, 3)
     assert (rows.rows[f"ours/{best}/C4@32k"]["context"], rows.rows[f"ours/{best}/C4@32k"]["steps"]) == (600, 1)
     assert rows.rows["ours/in_step_half_link/C1"]["read_in_place_per_step"] == 1.0
@@ -486,7 +529,7 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(cycles > 0 for name, cycles in (e for e in events if e[0] == "sleep"))
     assert engine.facts()["arena"] == "filled"
     assert "link_gb_s" in engine.facts()
-    assert [event[1] for event in events if event[0] == "cap"][:4] == [0.25, 0.25, 1.0, 0.25]
+    assert [event[1] for event in events if event[0] == "cap"][:4] == [0.25, 1.0, 0.25, 0.25]
     assert events[-4:] == ["store closed", "undone", "unloaded", "unpinned"]
     assert slice_ours.fill_arena(slice_ours.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {"arena": "taken over"}
 
