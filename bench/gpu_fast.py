@@ -211,7 +211,8 @@ def _placements(rig: Rig, setting: Any, groups: list[list[list[int]]], results: 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["fidelity", "speed", "stock-error"], help="one part; stock-error: diagnosis alone")
+    parser.add_argument("--only", choices=["fidelity", "speed", "hidden", "stock-error"], help="one part")
+    parser.add_argument("--first", action="store_true", help="of speed only what every session must have")
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers of the slice")
     parser.add_argument("--warm", type=int, default=150, help="decode steps before measuring")
@@ -239,7 +240,7 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
         if "fidelity" in args.parts:
             prompts = [[int(t) for t in np.random.default_rng(i).integers(10, 100, 5 + i)] for i in range(sum(GROUPS))]
             fidelity(DryRig(deadline), Setting, prompts, results, steps=4)
-        if "speed" in args.parts:
+        if "speed" in args.parts or "hidden" in args.parts:
             speed(results)
     else:
         from bench import gpu_fast_parts
@@ -248,7 +249,7 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
             gpu_fast_parts.stock_error_on_gpu(args, results, deadline)
         if "fidelity" in args.parts:
             gpu_fast_parts.fidelity_on_gpu(args, results, deadline)
-        if "speed" in args.parts:
+        if "speed" in args.parts or "hidden" in args.parts:
             gpu_fast_parts.speed_on_gpu(args, results, deadline)
 
 

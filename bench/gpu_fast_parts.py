@@ -105,24 +105,32 @@ class Measured:
     steps: int = 0  # 0 for as many as all have
 
 
-def settings_of_speed(threads: int) -> list[Measured]:
-    """What is measured on the slice, the most valuable first, so that a run that is cut off has the ratios."""
+def settings_of_speed(threads: int, *, first: bool = False) -> list[Measured]:
+    """What is measured on the slice, the most valuable first, so that a run that is cut off has the ratios.
+
+    Args:
+        threads: of cpu_expert.
+        first: only what every session must have.
+    """
     share = routing_trace.SLOT_SHARE
     common: dict[str, Any] = {"slots": share, "placed": share}
     half: dict[str, Any] = {**common, "link_derate": 2}
     alone: dict[str, Any] = {"forced": Forced.NEVER_LANE, "lane": False}
     facts = {"threads": threads}
-    return [
+    must = [
         Measured(Setting(fast_figures.FAST, **common, facts=facts), (1, 4, 2)),
         Measured(Setting("exact in step", fast=False, **common), (1, 4, 2)),
-        Measured(Setting("exact between steps", fast=False, on_demand=False, **common), (1, 4)),
         Measured(Setting(fast_figures.FAST, **half, facts=facts), (1,)),
         Measured(Setting("exact in step", fast=False, **half), (1,)),
         Measured(Setting(fast_figures.MANY_STEPS, **common, facts=facts), (1,), fast_figures.ENOUGH_STEPS),
-        Measured(Setting("fast without the lane", **alone, **common), (1, 4, 2)),
         Measured(Setting(fast_figures.TWO_THREADS, **common, facts={"threads": 2}), (1,)),
+    ]
+    rest = [
+        Measured(Setting("exact between steps", fast=False, on_demand=False, **common), (1, 4)),
+        Measured(Setting("fast without the lane", **alone, **common), (1, 4, 2)),
         Measured(Setting("fast without the lane", **alone, **half), (1,)),
     ]
+    return must if first else must + rest
 
 
 def expected_s(setting: Setting, streams: int, steps: int) -> float:
@@ -132,8 +140,10 @@ def expected_s(setting: Setting, streams: int, steps: int) -> float:
 
 def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) -> None:
     """The full-shape slice with its routing forced from a trace."""
-    every = [key_of(one.setting, n) for one in settings_of_speed(args.threads) for n in one.streams]
-    if all(results.done(**names) for names in (*every, hidden_key(Setting(fast_figures.FAST)))):
+    settings = [] if args.only == "hidden" else settings_of_speed(args.threads, first=args.first)
+    every = [key_of(one.setting, n) for one in settings for n in one.streams]
+    hidden = [hidden_key(one) for one in hidden_settings(results)]
+    if all(results.done(**names) for names in (*every, *hidden)):
         print("speed: everything is measured", flush=True)
         return
     prepare(results)
@@ -146,9 +156,11 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
     try:
         with contextlib.ExitStack() as inside:
             watch = Watch(rig, inside)
+            if not settings:
+                measure_hidden(rig, results, routing)
+                return
             resident = measure_resident(rig, results, routing, args, watch)
-            every = settings_of_speed(args.threads)
-            for one in sorted(every, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
+            for one in sorted(settings, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
                 with results.trying(*(key_of(one.setting, n) for n in one.streams)):
                     measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
             measure_hidden(rig, results, routing)
@@ -246,13 +258,18 @@ def measure_setting(
         measure(results, backend, routing, setting, chosen, rig.deadline, bound, fits, watch=watch)
 
 
-def measure_hidden(rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting) -> None:
-    """How far the hidden states of `fast` are from those of `exact`, layer by layer, beside noise of stock's own size in `exact`."""
+def hidden_settings(results: Results) -> list[Setting]:
+    """Whose hidden states are compared with those of `exact`: `fast`, and once stock's error is known noise of its size in `exact`."""
     noise = results.row(**RMS)["stock"] if results.done(**RMS) else None
     common: dict[str, Any] = {"slots": routing_trace.SLOT_SHARE, "placed": routing_trace.SLOT_SHARE}
     settings = [Setting(fast_figures.FAST, **common)]
-    settings += [Setting("exact, noise", fast=False, noise=noise, **common)] if noise else []
-    todo = [one for one in settings if not results.done(**hidden_key(one))]
+    return settings + ([Setting("exact, noise", fast=False, noise=noise, **common)] if noise else [])
+
+
+def measure_hidden(rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting) -> None:
+    """How far hidden states are from those of `exact`, layer by layer."""
+    todo = [one for one in hidden_settings(results) if not results.done(**hidden_key(one))]
+    common: dict[str, Any] = {"slots": routing_trace.SLOT_SHARE, "placed": routing_trace.SLOT_SHARE}
     if not todo:
         return
     if not rig.fits(HIDDEN_S):

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # One session on a rented GPU machine, in parts of nine minutes: bash bench/gpu_session.sh PART OUT [--dry-run]
 #
-#   1      the tests of fast and of waits, the slice's files, exact on the slice
-#   2      stock's CPU split, fast on the slice
-#   3      fidelity of fast, stock with every expert in VRAM, the comparisons of bits, the integer kernel and its tests
+#   1      the slice's files, exact on the slice, fast on the slice
+#   2      stock's CPU split and stock with every expert in VRAM, the comparisons of bits, fidelity of fast, hidden states, the tests
 #   clean  takes everything out of memory
 #
-# Each part first does its own list, then whatever else is missing, as long as time is left, and prints one table of all figures last. Each
-# works alone: what it needs of an earlier part it makes. What one command has measured the next ones keep until the machine is started anew.
+# Each part first does its own list, of each bench what every session must have, the most valuable first; then whatever else is missing, as
+# long as time is left; and prints one table of all figures last. Each works alone: what it needs of an earlier part it makes. What one command has measured the next ones keep until the machine is started anew.
 # OUT gets the result files while they grow. Exit: 0 when nothing failed, 1 when a step did, 2 when the machine lacks something.
 #
 #   GPU_SESSION_SECONDS  of a part (540)                    GPU_SESSION_LAYERS  MoE layers of the slice (12)
 #   GPU_SESSION_STATE    what is kept (/dev/shm/glm53-session)  GPU_SESSION_STEPS   decode steps of a row (150), and as many before
 #   GPU_SESSION_ANY_STOCK=1  go on when stock is slower than it is known to be
+#   GPU_SESSION_STOCK_STEPS  of stock's rows (60)           GPU_SESSION_FIDELITY=FILE  an earlier gpu_fast.json: its bits are quoted
 #   PYTHON               the interpreter (python3)
 set -u
 
@@ -40,6 +40,7 @@ CLOSE_S=15  # of a bench's limit, kept for what it does after its last row
 export PYTHONUNBUFFERED=1
 case $PYTHON in */*) PYTHON=$(realpath -ms -- "$PYTHON") ;; esac
 STATE=$(realpath -m -- "$STATE")
+FIDELITY=${GPU_SESSION_FIDELITY:+$(realpath -m -- "$GPU_SESSION_FIDELITY")}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
 for number in "$LIMIT" "$LAYERS" "$STEPS"; do
@@ -53,11 +54,14 @@ fi
 mkdir -p "$STATE" "$OUT" || exit 2
 echo "$BOOT" > "$STATE/boot"
 
+STOCK_STEPS=${GPU_SESSION_STOCK_STEPS:-60}
+[ "$STOCK_STEPS" -lt "$STEPS" ] || STOCK_STEPS=$STEPS
 SLICE=(--layers "$LAYERS" --warm "$STEPS" --steps "$STEPS" --state "$STATE/gpu_exact_slice.rows" --out "$STATE/gpu_exact_slice.json" "${DRY[@]}")
-STOCK=()
-[ -z "${GPU_SESSION_ANY_STOCK:-}" ] || STOCK=(--any-stock)
+STOCK=(--warm "$STOCK_STEPS" --steps "$STOCK_STEPS") # of words that are given twice the last one counts
+[ -z "${GPU_SESSION_ANY_STOCK:-}" ] || STOCK+=(--any-stock)
 FAST=(--layers "$LAYERS" --warm "$STEPS" --steps "$STEPS" --state "$STATE/gpu_fast.rows" --out "$STATE/gpu_fast.json"
   --slice "$STATE/gpu_exact_slice.json" --int-kernel "$STATE/gpu_int_kernel.json" "${DRY[@]}")
+[ -z "$FIDELITY" ] || FAST+=(--fidelity-from "$FIDELITY")
 # The settings of other plugins in pyproject.toml are no errors where those plugins are not installed.
 PYTEST=(-m pytest -m gpu -q -o addopts= -W ignore::pytest.PytestConfigWarning -p no:cacheprovider)
 [ ${#DRY[@]} -eq 0 ] || PYTEST+=(--collect-only)
@@ -68,9 +72,13 @@ command_of() {
   case $1 in
     check) COMMAND=(-m bench.gpu_check --layers "$LAYERS" "${DRY[@]}") ;;
     prepare) COMMAND=(-m bench.gpu_exact_slice prepare "${SLICE[@]}") ;;
-    ours | stock_resident) COMMAND=(-m bench.gpu_exact_slice "$1" --seconds "$seconds" "${SLICE[@]}") ;;
-    stock) COMMAND=(-m bench.gpu_exact_slice stock --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
-    fast) COMMAND=(-m bench.gpu_fast --only speed --seconds "$seconds" "${FAST[@]}") ;;
+    ours) COMMAND=(-m bench.gpu_exact_slice ours --first --seconds "$seconds" "${SLICE[@]}") ;;
+    ours_rest) COMMAND=(-m bench.gpu_exact_slice ours --seconds "$seconds" "${SLICE[@]}") ;;
+    stock) COMMAND=(-m bench.gpu_exact_slice stock --first --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
+    stock_resident) COMMAND=(-m bench.gpu_exact_slice stock_resident --first --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
+    fast) COMMAND=(-m bench.gpu_fast --only speed --first --seconds "$seconds" "${FAST[@]}") ;;
+    fast_rest) COMMAND=(-m bench.gpu_fast --only speed --seconds "$seconds" "${FAST[@]}") ;;
+    hidden) COMMAND=(-m bench.gpu_fast --only hidden --seconds "$seconds" "${FAST[@]}") ;;
     fidelity) COMMAND=(-m bench.gpu_fast --only fidelity --seconds "$seconds" "${FAST[@]}") ;;
     exact) COMMAND=(-m bench.gpu_exact --first-config --seconds "$seconds" --state "$STATE/gpu_exact.rows" --out "$STATE/gpu_exact.json"
       --slice "$STATE/gpu_exact_slice.json" "${DRY[@]}") ;;
@@ -93,7 +101,7 @@ LEFT_OUT=()
 # How often a part begins a step that fails. A row that broke the device takes the process with it: the next one begins behind it.
 tries_of() {
   case $1 in
-    ours | fast) echo "$TRIES" ;;
+    ours* | fast*) echo "$TRIES" ;;
     *) echo 1 ;;
   esac
 }
@@ -157,7 +165,7 @@ case $PART in
   clean)
     clean
     exit ;;
-  1 | 2 | 3) ;;
+  1 | 2) ;;
   *) usage ;;
 esac
 
@@ -173,27 +181,26 @@ if ! step check 90 20; then
 fi
 case $PART in
   1)
-    step tests_fast 110 40
     step prepare 90 25
-    step ours 350 100 ;;
+    step ours 300 60
+    step fast 330 60 ;;
   2)
     step prepare 90 25
-    step stock 220 150
-    step fast 300 120 ;;
-  3)
-    step fidelity 170 60
-    step prepare 90 25
-    step stock_resident 100 70
+    step stock 250 150
+    step stock_resident 110 70
     step exact 150 50
-    step int_kernel 45 30
+    step fidelity 150 45
+    step hidden 75 40
+    step tests_fast 110 40
     step tests_kernel 60 30
     step kept 90 40 ;;
 esac
-fill prepare 90 25 ours "$LIMIT" 100 ours "$LIMIT" 100 fast 400 120 fast 400 120 stock 300 160 fidelity 200 60 stock_resident 120 75 exact 200 50 int_kernel 45 30 \
-  tests_fast 110 40 tests_kernel 60 30 kept 90 40
+# The first two again where a row broke the device; then part 2's list, and what no session must have.
+fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 stock 300 160 stock_resident 120 75 exact 200 50 fidelity 200 45 \
+  hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 int_kernel 45 30 ours_rest "$LIMIT" 60 fast_rest "$LIMIT" 60
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1
-for name in check tests_fast prepare ours stock fast fidelity stock_resident exact int_kernel tests_kernel kept; do
+for name in check prepare ours fast stock stock_resident exact fidelity hidden tests_fast tests_kernel kept int_kernel ours_rest fast_rest; do
   [ -e "$STATE/done.$name" ] || echo "not finished: $name"
 done
 [ ${#LEFT_OUT[@]} -eq 0 ] || echo "left out in this part: ${LEFT_OUT[*]}"

@@ -459,7 +459,7 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     expected = [
         fast_figures.key_of(gpu_fast_parts.key_of(one.setting, n)) for one in gpu_fast_parts.settings_of_speed(2) for n in one.streams
     ]
-    args = argparse.Namespace(layers=1, warm=2, steps=2, threads=2)
+    args = argparse.Namespace(layers=1, warm=2, steps=2, threads=2, only="speed", first=False)
     monkeypatch.setattr(gpu_fast_parts, "expected_s", lambda setting, *_more: 0.0 if setting.name == "fast" else 1e6)
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
@@ -485,8 +485,31 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     assert rig.loaded.model.fwd_modules[0][0].forward.__name__ == "forward"
     assert summary["publish_and_flag_us"] == 7.0
     assert summary["planner_steps"] is not None
+    hidden = gpu_fast.Results(tmp_path / "hidden.json", {"machine": {}}, tmp_path / "hidden.rows")
+    hidden.add(**gpu_fast.RMS, stock=1e-3)
+    gpu_fast_parts.speed_on_gpu(argparse.Namespace(**{**vars(args), "only": "hidden"}), hidden, time.monotonic() + 300)
+    assert [row["name"] for row in hidden.rows[1:]] == ["hidden states: fast", "hidden states: exact, noise"]
     monkeypatch.setattr(gpu_fast_parts, "load_slice", None)
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)  # everything is there: nothing is loaded
+    first = {
+        fast_figures.key_of(gpu_fast_parts.key_of(one.setting, n))
+        for one in gpu_fast_parts.settings_of_speed(2, first=True)
+        for n in one.streams
+    }
+    assert first < set(expected)
+    must = (
+        "c1_tok_s",
+        "c2_tok_s",
+        "c4_tok_s",
+        "c1_vs_exact",
+        "c4_vs_exact",
+        "c1_vs_exact_derated",
+        "two_threads_vs_exact",
+        "step_over_bound",
+    )
+    others = fast_figures.Others()
+    enough = [row for key, row in results.kept.rows.items() if key in first]
+    assert all(fast_figures.summarise(enough, results.kept.facts, others)[name] is not None for name in must)
 
 
 def test_an_error_takes_no_row_back(tmp_path: Path) -> None:
