@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.request import RankedToken
 
+_GROUP = 32  # values of which the largest is looked at first
+
 
 class RowLogprobs:
     """Log-probabilities of what can come after one row of logits.
@@ -50,9 +52,24 @@ def largest(values: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest values, largest first, the lower index first among equals."""
     if count < len(values):
         # Everything that ties with the last place is ranked too, so that indices and not memory order break the tie.
-        threshold = np.partition(values, len(values) - count)[len(values) - count]
-        chosen = np.flatnonzero(values >= threshold)
+        chosen = np.flatnonzero(values >= _at_most(values, count))
+        if len(chosen) > count:
+            threshold = np.partition(values[chosen], len(chosen) - count)[len(chosen) - count]
+            chosen = chosen[values[chosen] >= threshold]
     else:
         chosen = np.arange(len(values))
     order: NDArray[np.int64] = chosen[np.lexsort((chosen, -values[chosen]))][:count]
     return order
+
+
+def _at_most(values: NDArray[np.floating[Any]], count: int) -> np.floating[Any]:
+    """A value that at least `count` values reach, near the count-th largest where they are many.
+
+    The count-th largest of the maxima of groups: as many values reach it. Finding it takes one pass, where a partition takes ten.
+    """
+    groups = len(values) // _GROUP
+    if groups < 4 * count:
+        return np.partition(values, len(values) - count)[len(values) - count]  # type: ignore[no-any-return]
+    # A group is a column, so that the pass over memory goes along rows.
+    maxima = values[: groups * _GROUP].reshape(_GROUP, groups).max(axis=0)
+    return np.partition(maxima, groups - count)[groups - count]  # type: ignore[no-any-return]

@@ -13,16 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.common.errors import InvalidRequest
+from services.gpu_worker import draw
 from services.gpu_worker.grammar import Constraint
-from services.gpu_worker.logprobs import largest
 from services.gpu_worker.request import SamplingParams, ThinkingBudget
 from services.gpu_worker.token_limits import TokenLimits
 
 Row = NDArray[np.float32]
-# How many of the most likely tokens are looked at before the whole vocabulary is sorted for top-p.
-_FIRST_CANDIDATES = 64
-# Below this every temperature is the same: the best token. Dividing fp32 logits by it still gives finite numbers.
-_COLDEST = 1e-30
 
 
 class Sampler:
@@ -55,13 +51,8 @@ class Sampler:
         self._bias_ids = np.array([i for i, _ in params.logit_bias], np.int64)
         self._bias = np.array([b for _, b in params.logit_bias], np.float32)
         self._forcing = ForcedTokens(budget) if budget is not None else None
-        self._seen: NDArray[np.bool_] | None = None
-        self._counts: NDArray[np.int32] | None = None
-        if params.repetition_penalty != 1.0:
-            self._seen = np.zeros(vocab_size, np.bool_)
-            self._seen[np.asarray(prompt, np.int64)] = True
-        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
-            self._counts = np.zeros(vocab_size, np.int32)
+        self._seen = Seen(prompt) if params.repetition_penalty != 1.0 else None
+        self._counts = Seen() if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 else None
         changed = params.logit_bias or self._limits is not None or self._seen is not None or self._counts is not None
         self._greedy_as_is = params.temperature == 0.0 and not changed
 
@@ -90,17 +81,17 @@ class Sampler:
             self._limits.observe(token)
         if self._forcing is not None:
             self._forcing.observe(token)
-        if self._seen is not None:
-            self._seen[token] = True
-        if self._counts is not None:
-            self._counts[token] += 1
+        for seen in (self._seen, self._counts):
+            if seen is not None:
+                seen.add(token)
 
     def _pick(self, logits: Row) -> int:
         params = self._params
         early = self._num_chosen < params.min_tokens and len(self._suppressed) > 0
         if self._greedy_as_is and not early:
             return int(logits.argmax())
-        scores = logits.copy()
+        scores = draw.scratch(len(logits))
+        np.copyto(scores, logits)
         if len(self._bias_ids):
             scores[self._bias_ids] += self._bias
         if self._limits is not None:
@@ -112,7 +103,7 @@ class Sampler:
         self._penalise(scores)
         if params.temperature == 0.0:
             return int(scores.argmax())
-        return self._draw(scores)
+        return draw.draw(scores, params, self._random.random())
 
     def _suppress(self, scores: Row) -> None:
         """Takes end tokens out, unless nothing else may come."""
@@ -124,45 +115,12 @@ class Sampler:
     def _penalise(self, scores: Row) -> None:
         params = self._params
         if self._seen is not None:
-            seen = scores[self._seen]
-            scores[self._seen] = np.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+            ids, _ = self._seen.tokens()
+            seen = scores[ids]
+            scores[ids] = np.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
         if self._counts is not None:
-            scores -= params.frequency_penalty * self._counts + params.presence_penalty * (self._counts > 0)
-
-    def _draw(self, scores: Row) -> int:
-        params = self._params
-        uniform = self._random.random()
-        # The largest becomes 0 before the division: a tiny temperature would make it infinite.
-        shifted = scores.astype(np.float64) - float(scores.max())
-        weights = np.exp(shifted / max(params.temperature, _COLDEST))
-        if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-            return _inverse(np.cumsum(weights), uniform)
-        order = self._candidates(weights)
-        kept = weights[order]
-        if params.top_p < 1.0:
-            before = np.cumsum(kept) - kept
-            # The nucleus is taken of what top-k left, as transformers' processors do one after the other.
-            total = kept.sum() if params.top_k > 0 else weights.sum()
-            kept = kept[before < params.top_p * total]
-        if params.min_p > 0.0:
-            kept = kept[kept >= params.min_p * kept[0]]
-        return int(order[_inverse(np.cumsum(kept), uniform)])
-
-    def _candidates(self, weights: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Token ids by falling weight (lower id first among equals), enough of them for top-k, top-p and min-p."""
-        params, size = self._params, len(weights)
-        if params.top_k > 0:
-            wanted = min(params.top_k, size)
-        elif params.top_p < 1.0:
-            wanted = min(_FIRST_CANDIDATES, size)
-        else:
-            wanted = int((weights >= params.min_p * weights.max()).sum())
-        while True:
-            order = largest(weights, wanted)
-            enough = params.top_k > 0 or params.top_p >= 1.0 or wanted == size
-            if enough or weights[order].sum() >= params.top_p * weights.sum():
-                return order
-            wanted = min(wanted * 8, size)
+            ids, counts = self._counts.tokens()
+            scores[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def _nothing_left(params: SamplingParams, *, constrained: bool) -> InvalidRequest:
@@ -176,11 +134,31 @@ def _masked(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     return np.where(allowed, logits, np.float32(-np.inf))
 
 
-def _inverse(cumulative: NDArray[np.float64], uniform: float) -> int:
-    """Index drawn by inverting a cumulative sum; never an index of zero weight."""
-    total = cumulative[-1]
-    # The product may round up to the whole sum; beyond the index that reaches it there are only zeros.
-    return min(int(np.searchsorted(cumulative, uniform * total, side="right")), int(np.searchsorted(cumulative, total, side="left")))
+class Seen:
+    """Tokens and how often they came; what was never seen costs nothing.
+
+    Args:
+        tokens: seen already.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()) -> None:
+        ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
+        self._place = {int(token): place for place, token in enumerate(ids)}
+        room = max(64, 2 * len(ids))
+        self._ids, self._counts = np.zeros(room, np.int64), np.zeros(room, np.float32)
+        self._ids[: len(ids)], self._counts[: len(ids)] = ids, counts
+
+    def add(self, token: int) -> None:
+        """It came once more."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids, self._counts = (np.concatenate([part, np.zeros_like(part)]) for part in (self._ids, self._counts))
+        self._ids[place] = token
+        self._counts[place] += 1
+
+    def tokens(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Each token once, with its count."""
+        return self._ids[: len(self._place)], self._counts[: len(self._place)]
 
 
 class ForcedTokens:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
-from services.gpu_worker import sampling
+from services.gpu_worker import draw
 from services.gpu_worker.convert import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, RequestLimits, spec_of
 from services.gpu_worker.request import SamplingParams, ThinkingBudget
 from services.gpu_worker.sampling import Sampler
@@ -114,9 +114,9 @@ def test_forced_tokens_count_as_output() -> None:
 def test_a_draw_at_the_very_end_takes_no_token_of_zero_weight() -> None:
     """The largest number below 1 times a sum can round up to the sum."""
     above = 1 + 2**-52
-    assert sampling._inverse(np.array([above, above, above]), 1 - 2**-53) == 0
-    assert sampling._inverse(np.array([0.0, 1.0, 2.0]), 0.5) == 2
-    assert sampling._inverse(np.array([0.0, 1.0, 2.0]), 0.0) == 1
+    assert draw.of_few(np.array([above, above, above]), 1 - 2**-53) == 0
+    assert draw.of_few(np.array([0.0, 1.0, 2.0]), 0.5) == 2
+    assert draw.of_few(np.array([0.0, 1.0, 2.0]), 0.0) == 1
 
 
 def request(**sampling: object) -> pb.GenerateRequest:
