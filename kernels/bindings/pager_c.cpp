@@ -106,6 +106,13 @@ int glm53_pager_vacate(Glm53Pager* pager, uint32_t first_slot, uint32_t count) {
   });
 }
 
+int glm53_pager_limit(Glm53Pager* pager, uint32_t usable_slots) {
+  return guarded(-1, [&] {
+    pager->impl.limit(usable_slots);
+    return 0;
+  });
+}
+
 int glm53_pager_flush(Glm53Pager* pager, void* stream) {
   return guarded(-1, [&] {
     pager->impl.flush(stream);

@@ -9,6 +9,7 @@ namespace glm53 {
 namespace {
 
 constexpr uint64_t kNoPass = ~UINT64_C(0);
+constexpr uint64_t kNeverOver = ~UINT64_C(0);
 constexpr int64_t kSpinNs = 2'000'000;
 constexpr uint64_t kIdleNs = 50'000'000;
 constexpr uint64_t kStopNs = 5'000'000'000;  // how long a stop waits for a device that was told to ask
@@ -27,6 +28,7 @@ DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
       dirty_(spec.num_layers, true),
       in_transit_(spec.num_layers),
       seen_(spec.experts_per_layer, 0),
+      usable_(spec.num_slots),
       fast_(std::move(fast)) {
   require(spec.num_layers > 0 && spec.experts_per_layer > 0 && spec.num_parts > 0 && spec.max_rows > 0 && spec.top_k > 0, "a size is 0");
   require(spec.num_layers < kRing, "too many layers");
@@ -244,6 +246,7 @@ void DevicePager::put(uint32_t record, uint32_t slot) {
   require(record < spec_.num_layers * spec_.experts_per_layer, "record: out of range");
   require(slot >= spec_.num_transit && slot < spec_.num_slots, "slot: out of range, or a transit slot");
   const std::lock_guard<std::mutex> lock(mutex_);
+  require(slot < usable_, "slot: there is no memory for it now");
   const int32_t place = static_cast<int32_t>(slot - spec_.num_transit);
   slots_.settle(enqueued_, kNoPass);
   require(slots_.record_in(static_cast<uint32_t>(place)) == SlotTable::kNone && slots_.resident(record) == SlotTable::kNone,
@@ -267,6 +270,19 @@ void DevicePager::vacate(uint32_t first_slot, uint32_t count) {
     end_transit(layer);
     if (fast_ != nullptr) unmask(layer);
   }
+}
+
+void DevicePager::limit(uint32_t usable_slots) {
+  require(usable_slots >= spec_.num_transit && usable_slots <= spec_.num_slots, "usable slots: out of range, or fewer than transit slots");
+  const std::lock_guard<std::mutex> lock(mutex_);
+  slots_.settle(enqueued_, kNoPass);
+  for (uint32_t slot = usable_slots; slot < usable_; ++slot) {
+    require(slots_.record_in(slot - spec_.num_transit) == SlotTable::kNone, "a slot that shall not be used holds a record");
+  }
+  // An empty slot that a pass reads which is never over: nobody is given it.
+  for (uint32_t slot = usable_slots; slot < usable_; ++slot) slots_.read(static_cast<int32_t>(slot - spec_.num_transit), kNeverOver);
+  for (uint32_t slot = usable_; slot < usable_slots; ++slot) slots_.read(static_cast<int32_t>(slot - spec_.num_transit), enqueued_);
+  usable_ = usable_slots;
 }
 
 void DevicePager::flush(void* stream) {

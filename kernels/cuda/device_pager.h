@@ -95,6 +95,7 @@ class DevicePager {
   std::string fast_stats();
   void put(uint32_t record, uint32_t slot);
   void vacate(uint32_t first_slot, uint32_t count);
+  void limit(uint32_t usable_slots);
   void flush(void* stream);
   void where(int32_t* slot_of);
   void read_heat(float* slow, float* fast);
@@ -177,6 +178,7 @@ class DevicePager {
   std::vector<uint64_t> seen_;                     // [experts]: number of the step that picked it last
   std::vector<Miss> misses_;
   uint32_t transit_used_ = 0, copies_ = 0;
+  uint32_t usable_;    // slots that there is memory for; the transit ones are among them
   bool sent_ = false;  // this step enqueued something on the copy stream
   uint64_t counters_[8] = {};
 

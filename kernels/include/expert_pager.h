@@ -108,6 +108,8 @@ ABI_API int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, u
 /* The device must be idle for the following, as far as decode steps go. */
 ABI_API int glm53_pager_put(Glm53Pager* pager, uint32_t record, uint32_t slot); /* the record's bytes are in the slot */
 ABI_API int glm53_pager_vacate(Glm53Pager* pager, uint32_t first_slot, uint32_t count);
+/* Slots from usable_slots on are given to no record until a higher limit is set; they must be empty. Transit slots stay. */
+ABI_API int glm53_pager_limit(Glm53Pager* pager, uint32_t usable_slots);
 ABI_API int glm53_pager_flush(Glm53Pager* pager, void* stream); /* enqueues every table that changed */
 /* slot_of int32 [num_layers * experts_per_layer], -1: on the host only. */
 ABI_API int glm53_pager_where(Glm53Pager* pager, int32_t* slot_of);

@@ -136,6 +136,13 @@ class Pager:
         """Empties slots. The device must be idle as far as decode steps go; `flush` sends the tables."""
         self._done(self._library.glm53_pager_vacate(self._pointer, first_slot, count))
 
+    def limit(self, usable_slots: int) -> None:
+        """Slots from there on are given to no record until a higher limit is set. They must be empty, and the device idle.
+
+        Raises ValueError when one holds a record, or a transit slot would go.
+        """
+        self._done(self._library.glm53_pager_limit(self._pointer, usable_slots))
+
     def flush(self, stream: int) -> None:
         """Enqueues every table that changed."""
         self._done(self._library.glm53_pager_flush(self._pointer, stream))
@@ -230,6 +237,7 @@ def load() -> Any:
             "glm53_pager_forecast": ([u32, pointer, pointer, pointer, pointer, u32, pointer], ctypes.c_int64),
             "glm53_pager_put": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),
+            "glm53_pager_limit": ([pointer, u32], ctypes.c_int),
             "glm53_pager_flush": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_where": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_heat_read": ([pointer, pointer, pointer], ctypes.c_int),

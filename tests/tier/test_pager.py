@@ -174,6 +174,49 @@ def test_put_makes_a_record_resident() -> None:
         world.close()
 
 
+@pytest.mark.parametrize(("num_slots", "num_transit"), [(6, 2), (20, 4), (LAYERS * EXPERTS, 0)])
+def test_slots_beyond_the_limit_are_given_to_nobody(num_slots: int, num_transit: int) -> None:
+    """Also when they are free and hot records miss; with the limit lifted they are used again."""
+    draw = random.Random(num_slots)
+    world = World(num_slots, num_slots, num_transit)
+    try:
+        for usable in (num_slots // 2, num_slots, num_transit, num_slots - 1, num_slots):
+            world.pager.vacate(usable, num_slots - usable)
+            world.pager.limit(usable)
+            world.slots[usable:] = 0xEE
+            for _ in range(12):
+                world.decode(draw, draw.randint(1, ROWS))
+                where = world.pager.where()
+                assert where.max() < usable
+                assert (world.slots[usable:] == 0xEE).all()
+            assert (where >= num_transit).sum() == usable - num_transit, "a slot that may be used stays empty"
+        assert world.gpu.problems == []
+    finally:
+        world.close()
+
+
+def test_a_limit_never_takes_a_record_or_a_transit_slot() -> None:
+    """Both are refused and change nothing; so is a record for a slot beyond it."""
+    world = World(11, 6, 2)
+    try:
+        world.slots[5] = world.host[7]
+        world.pager.put(7, 5)
+        with pytest.raises(ValueError, match="holds a record"):
+            world.pager.limit(3)
+        world.pager.put(8, 4)
+        for usable in (1, 7):
+            with pytest.raises(ValueError, match="usable slots: out of range"):
+                world.pager.limit(usable)
+        world.pager.vacate(4, 2)
+        world.pager.limit(4)
+        with pytest.raises(ValueError, match="no memory"):
+            world.pager.put(9, 4)
+        world.pager.limit(6)
+        world.pager.put(9, 4)
+    finally:
+        world.close()
+
+
 def test_a_refused_copy_is_read_in_place_and_reported() -> None:
     """No step hangs and no kernel reads a wrong byte; the next look at the counters says that the device failed."""
     draw = random.Random(5)
