@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from bench import fast_figures
 from bench.fast_fidelity import Run, Setting
+from bench.round_trip import bounds
 
 VOCAB = 32
 
@@ -69,6 +70,7 @@ def speed(results: Any) -> None:
     more = ((fast_figures.TWO_THREADS, 10.2, 300), (fast_figures.MANY_STEPS, 7.0, 2150))
     for name, ms, steps in more:
         results.add(part="speed", name=name, streams=1, link_derate=1, ms=ms, tok_s=1000 / ms, planner_error_pct=6.0, planner_steps=steps)
-    results.add(part="speed", name=fast_figures.ROUND_TRIP, publish_to_reply_us=9.0, publish_to_reply_p99_us=12.0, of_it_plan_us=2.0)
+    trips = {"spin_p50_us": 1.6, "spin_p99_us": 1.8, "wait_p50_us": 4.0, "wait_p99_us": 5.0, "process_p50_us": 1.7, "process_p99_us": 2.0}
+    results.add(part="speed", name=fast_figures.ROUND_TRIP, rounds=2000, **trips, **bounds(trips))
     results.add(part="hidden", name="hidden states: fast", relative_rms=[1e-4, 2e-4])
     results.add(part="idle", name="idle", worker_core_pct=0.5, cpu_expert_core_pct=0.2)

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from bench import fast_figures, gpu_exact_slice, routing_trace, slice_checkpoint, slice_hidden, slice_ours, slice_rates
+from bench import fast_figures, gpu_exact_slice, round_trip, routing_trace, slice_checkpoint, slice_hidden, slice_ours, slice_rates
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import GROUPS, RMS, TINY, Results, fidelity
 from bench.gpu_fast_rig import ERROR_SETTINGS, GpuRig, LaneProcess, prompts
@@ -32,6 +31,7 @@ SHM = "/dev/shm"
 SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `slice`
 IDLE_S = 5.0
 HIDDEN_STEPS, HIDDEN_S = 24, 15.0
+TRIPS_S = 5.0
 EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
@@ -142,8 +142,10 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
     """The full-shape slice with its routing forced from a trace."""
     settings = [] if args.only == "hidden" else settings_of_speed(args.threads, first=args.first)
     every = [key_of(one.setting, n) for one in settings for n in one.streams]
-    hidden = [hidden_key(one) for one in hidden_settings(results)]
-    if all(results.done(**names) for names in (*every, *hidden)):
+    more = [hidden_key(one) for one in hidden_settings(results)] + (
+        [{"part": "speed", "name": fast_figures.ROUND_TRIP}] if settings else []
+    )
+    if all(results.done(**names) for names in (*every, *more)):
         print("speed: everything is measured", flush=True)
         return
     prepare(results)
@@ -163,6 +165,7 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
             for one in sorted(settings, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
                 with results.trying(*(key_of(one.setting, n) for n in one.streams)):
                     measure_setting(rig, results, routing, one, args, resident, lanes_of, watch)
+            measure_trips(rig, results)
             measure_hidden(rig, results, routing)
     finally:
         for lane in lanes_of.values():
@@ -197,7 +200,7 @@ class Watch:
 def measure_resident(
     rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting, args: argparse.Namespace, watch: Watch
 ) -> dict[int, float]:
-    """Every expert in VRAM: what the bound begins with, rates, the way to the host and back. Streams -> milliseconds a step."""
+    """Every expert in VRAM: what the bound begins with, rates. Streams -> milliseconds a step."""
     exact = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
     ours = Setting("every expert in VRAM, fast", slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False)
     streams = (1, 2, 4)
@@ -211,11 +214,9 @@ def measure_resident(
             results.kept.note(**{name: round(value / 1e9, 2) for name, value in rates.items()})
             slice_ours.decode(backend, routing, 1, 0, 30, rig.deadline)  # compiles
             measure(results, backend, routing, exact, args, rig.deadline, {}, (1,), watch=watch)
-    trip = {"part": "speed", "name": fast_figures.ROUND_TRIP}
-    if not (results.done(**trip) and all(results.done(**key_of(ours, n)) for n in streams)):
+    if not all(results.done(**key_of(ours, n)) for n in streams):
         with rig.backend(ours) as backend:
             measure(results, backend, routing, ours, args, rig.deadline, {}, streams, watch=watch)
-            results.add(**trip, **time_of_a_round_trip(backend))
     # What follows is of a card of 24 GB: the many slots go back to the driver, and so much again is refused.
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(loader.DEVICE)[1]
@@ -256,6 +257,18 @@ def measure_setting(
     chosen = argparse.Namespace(warm=args.warm, steps=steps)
     with rig.backend(setting) as backend:
         measure(results, backend, routing, setting, chosen, rig.deadline, bound, fits, watch=watch)
+
+
+def measure_trips(rig: GpuRig, results: Results) -> None:
+    """The way to the host and back, behind everything that needs the device whole: it makes the device wait for words."""
+    trip = {"part": "speed", "name": fast_figures.ROUND_TRIP}
+    if results.done(**trip):
+        return
+    if not rig.fits(TRIPS_S):
+        results.leave_out(fast_figures.ROUND_TRIP)
+        return
+    with results.trying(trip):
+        results.add(**trip, **round_trip.on_gpu())
 
 
 def hidden_settings(results: Results) -> list[Setting]:
@@ -377,40 +390,4 @@ def lanes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "plan_us_per_layer": round((after["plan_us"] - before["plan_us"]) / steps, 2),
         "lane_overrun_us_per_layer": round((after["overrun_us"] - before["overrun_us"]) / steps, 2),
         **{name: after[name] for name in learned},
-    }
-
-
-def time_of_a_round_trip(backend: Exl3Backend, rounds: int = 200) -> dict[str, float]:
-    """From before the publication of picks that are all in slots to after the wait for the reply, on the device's clock: microseconds.
-
-    The difference to the same step's kernels alone; of it the host's planning is reported beside.
-    """
-    steps = backend.experts._fast
-    if steps is None:
-        return {}
-    device = torch.device("cuda")
-    selected = torch.arange(routing_trace.TOP_K, device=device)[None].contiguous()
-    x = torch.zeros((1, slice_checkpoint.HIDDEN), dtype=torch.float16, device=device)
-    weights = torch.zeros((1, routing_trace.TOP_K), dtype=torch.float16, device=device)
-    out, shape = torch.zeros((1, slice_checkpoint.HIDDEN), device=device), backend.experts._records.shapes[0]
-    planned = backend.stats()["plan_us"]
-    whole, alone = [], []
-    for _ in range(rounds):
-        a, b, c, d = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        a.record()
-        steps.begin(0, x, selected)
-        steps.end(0, weights, out)
-        b.record()
-        torch.cuda.synchronize()
-        c.record()
-        steps.run_alone(0, shape, x, selected, weights)
-        d.record()
-        torch.cuda.synchronize()
-        whole.append(1000 * a.elapsed_time(b))
-        alone.append(1000 * c.elapsed_time(d))
-    plan = (backend.stats()["plan_us"] - planned) / rounds
-    return {
-        "publish_to_reply_us": round(float(np.median(whole) - np.median(alone)), 2),
-        "publish_to_reply_p99_us": round(float(np.percentile(whole, 99) - np.median(alone)), 2),
-        "of_it_plan_us": round(plan, 2),
     }

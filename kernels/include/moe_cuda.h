@@ -97,6 +97,17 @@ MOE_API void moe_cuda_destroy(MoeCudaExperts* experts);
 MOE_API int moe_cuda_run(MoeCudaExperts* experts, const MoeCudaStep* step, void* stream);
 MOE_API int moe_cuda_combine(const MoeCudaCombine* combine, void* stream);
 MOE_API int moe_cuda_publish(const MoeCudaPublish* publish, void* stream);
+/* Measurements: the way from the device to the host and back. request and reply are words of mapped host memory, in cache lines of their
+ * own, with other values than the rounds': round i has the number first + i. A round that takes longer than limit_ns ends everything.
+ *
+ * spin_rounds enqueues a kernel of one thread that raises request and waits for the same number in reply, once a round. cycles [rounds] and
+ * total_ns (device memory, zeroed before): clock cycles of each round, and nanoseconds of all; total_ns stays 0 when a round was too long.
+ * stamp enqueues a kernel that notes the device's time at ns and then, with a word, raises that one to value.
+ * answer_rounds is the host's side, in whichever thread or process calls it: it polls as the pager does, and answers each round at once. */
+MOE_API int moe_cuda_spin_rounds(uint32_t* request, const uint32_t* reply, uint64_t* cycles, uint64_t* total_ns, uint32_t first,
+                                 uint32_t rounds, uint64_t limit_ns, void* stream);
+MOE_API int moe_cuda_stamp(uint64_t* ns, uint32_t* word, uint32_t value, void* stream);
+MOE_API int moe_cuda_answer_rounds(const uint32_t* request, uint32_t* reply, uint32_t first, uint32_t rounds, uint64_t limit_ns);
 /* What the handle runs with: device name, blocks per multiprocessor, scratch bytes. Owned by the handle. */
 MOE_API const char* moe_cuda_describe(const MoeCudaExperts* experts);
 MOE_API const char* moe_cuda_last_error(void);

@@ -257,6 +257,44 @@ def publish(
 
 
 @dataclasses.dataclass(frozen=True)
+class Words:
+    """Measurements: two words of mapped host memory, by which the device and the host go through numbered rounds (moe_cuda.h).
+
+    request, reply: addresses, the device's own for `spin` and `stamp`, the host's for `answer`.
+    """
+
+    request: int
+    reply: int
+
+    def spin(self, first: int, rounds: int, cycles: int, total_ns: int, *, limit_ns: int, stream: int = 0) -> None:
+        """Enqueues the device's side. cycles: uint64 [rounds], total_ns: uint64, in device memory, zeroed.
+
+        Raises ValueError when the kernel cannot be launched.
+        """
+        library = _signatures()
+        _check(library, library.moe_cuda_spin_rounds(self.request, self.reply, cycles, total_ns, first, rounds, limit_ns, stream))
+
+    def answer(self, first: int, rounds: int, *, limit_ns: int) -> None:
+        """The host's side: polls and answers, without the GIL. Raises ValueError when a request does not come in time."""
+        library = _signatures()
+        _check(library, library.moe_cuda_answer_rounds(self.request, self.reply, first, rounds, limit_ns))
+
+
+def stamp(ns: int, *, word: int | None = None, value: int = 0, stream: int = 0) -> None:
+    """Enqueues a note of the device's time: uint64 nanoseconds at the device address ns; then the word, if there is one, becomes value.
+
+    Raises ValueError when the kernel cannot be launched.
+    """
+    library = _signatures()
+    _check(library, library.moe_cuda_stamp(ns, word, value, stream))
+
+
+def _check(library: ctypes.CDLL, code: int) -> None:
+    if code != 0:
+        raise ValueError(library.moe_cuda_last_error().decode())
+
+
+@dataclasses.dataclass(frozen=True)
 class StepFunctions:
     """Addresses of moe_cuda_publish, moe_cuda_run and moe_cuda_combine, for native code that enqueues steps itself."""
 
@@ -305,6 +343,9 @@ def _signatures() -> ctypes.CDLL:
         "moe_cuda_run": ([pointer, pointer, pointer], ctypes.c_int),
         "moe_cuda_combine": ([pointer, pointer], ctypes.c_int),
         "moe_cuda_publish": ([pointer, pointer], ctypes.c_int),
+        "moe_cuda_spin_rounds": ([pointer, pointer, pointer, pointer, number, number, ctypes.c_uint64, pointer], ctypes.c_int),
+        "moe_cuda_stamp": ([pointer, pointer, number, pointer], ctypes.c_int),
+        "moe_cuda_answer_rounds": ([pointer, pointer, number, number, ctypes.c_uint64], ctypes.c_int),
         "moe_cuda_describe": ([pointer], text),
         "moe_cuda_last_error": ([], text),
         "moe_cuda_arithmetic_version": ([], number),

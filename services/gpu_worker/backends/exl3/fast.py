@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kernels.python import cuda_expert
-from kernels.python.cuda_expert import CudaExperts, Routing
+from kernels.python.cuda_expert import CudaExperts
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import FastLayout, FastOptions, FastPager, Forced
 from kernels.python.pager import PagerLayout, PagerPolicy
@@ -191,14 +191,6 @@ class FastSteps(OnDemand):
     def end(self, layer: int, weights: torch.Tensor, out: torch.Tensor, shared: int = 0) -> None:
         """Enqueues the second half: out gets the sum of all picks, plus what is at the device address `shared`."""
         self._pager.finish(layer, weights.shape[0], weights.data_ptr(), out.data_ptr(), shared=shared, stream=self._stream())
-
-    def run_alone(self, layer: int, shape: ExpertShape, y: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Measurements: the kernels of a step alone, on the addresses that the layer's last step had: float32 [rows, hidden]."""
-        out = torch.empty((y.shape[0], self._hidden), dtype=torch.float32, device=y.device)
-        addresses = self._addresses[layer]
-        routing = Routing(addresses.data_ptr(), selected.data_ptr(), weights.data_ptr(), addresses.shape[0], y.shape[0], self._top_k)
-        self._kernels_for(shape).run(routing, y.data_ptr(), out=out.data_ptr(), stream=self._stream())
-        return out
 
     def force(self, placement: Forced, seed: int = 0) -> None:
         """Tests and measurements: where picks are computed from the next step on."""
