@@ -35,6 +35,9 @@ class BackendInfo:
     chunk_size: int = 0  # prompt tokens of one pass; 0: what the settings say
     page_tokens: int = 0  # chunks end where pages of so many tokens do, and a prompt's last token goes alone; 0: anywhere
     snapshot_bytes: int = 0  # memory of one snapshot where all take the same; 0: it grows with the stream
+    # With pages: a prompt's tail of at least so many tokens is computed in one pass with the chunk before it (`prefill_joined`), for less
+    # than both cost apart; 0: none is.
+    joined_tail_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,22 @@ def chunk_end(start: int, total: int, size: int, page_tokens: int) -> int:
         end = min(start + size, last)
     boundary = last // page_tokens * page_tokens
     return boundary if start < boundary < end else end
+
+
+def tail_end(end: int, total: int, size: int, info: BackendInfo) -> int:
+    """Where the tail ends that goes in one pass with the chunk of prompt that ends at `end`; `end` itself where there is none.
+
+    That is the rest of the prompt behind its last full page, but for the last token. It is never cut: in pieces it would have other bits.
+
+    Args:
+        end: of the chunk, as `chunk_end` gave it.
+        total: tokens of the prompt.
+        size: most tokens of a pass; the tail, too, has no more.
+    """
+    last = total - 1
+    if not info.joined_tail_from or not info.page_tokens or end != last // info.page_tokens * info.page_tokens:
+        return end
+    return last if info.joined_tail_from <= last - end <= size else end
 
 
 class Stream(Protocol):
@@ -155,6 +174,21 @@ class Backend(Protocol):
         """
         ...
 
+    def prefill_joined(
+        self, stream: Stream, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool
+    ) -> tuple[Logits, Snapshot | None]:
+        """Appends a chunk of prompt and the tail behind it. All bits are those of two `prefill` calls.
+
+        Args:
+            token_ids: the chunk; it ends where a page does.
+            tail: at least one token, less than a page.
+            keep: also take a snapshot of the stream as it is between the two.
+
+        Returns:
+            logits after the tail's last token, fp32 [1, vocab_size], owned by the caller, and the snapshot.
+        """
+        ...
+
     def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
         """Appends one token to each stream: fp32 [len(streams), vocab_size], owned by the caller."""
         ...
@@ -174,3 +208,17 @@ class Backend(Protocol):
     def close(self) -> None:
         """Ends threads and gives memory back."""
         ...
+
+
+def prefill_apart(
+    backend: Backend, stream: Stream, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool
+) -> tuple[Logits, Snapshot | None]:
+    """`Backend.prefill_joined` in two passes: for backends, models and tails that gain nothing from one."""
+    backend.prefill(stream, token_ids, all_logits=False)
+    snapshot = backend.snapshot(stream) if keep else None
+    try:
+        return backend.prefill(stream, tail, all_logits=False), snapshot
+    except BaseException:
+        if snapshot is not None:
+            snapshot.release()
+        raise

@@ -24,7 +24,7 @@ from services.common import memory
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, arena_fill, cpu_arena, cpu_weights
 from services.gpu_worker.backends.arena_check import ArenaCheck
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
 from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
 from services.gpu_worker.backends.cpu_state import StateShape, StreamState
 from services.gpu_worker.checkpoint import Checkpoint
@@ -121,6 +121,12 @@ class CpuBackend:
     def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
         """Appends a chunk of prompt."""
         return self._forward([stream], [token_ids], prefill=True, all_logits=all_logits)
+
+    def prefill_joined(
+        self, stream: Stream, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool
+    ) -> tuple[Logits, Snapshot | None]:
+        """Appends a chunk of prompt and the tail behind it, in two passes: nothing is staged for them."""
+        return prefill_apart(self, stream, token_ids, tail, keep=keep)
 
     def decode(self, streams: Sequence[Stream], token_ids: Sequence[int]) -> Logits:
         """Appends one token to each stream."""

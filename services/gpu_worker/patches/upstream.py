@@ -27,11 +27,17 @@ TARGETS = (
     Target("exllamav3.modules.block_sparse_mlp_cpu", "BlockSparseMLP_CPU", "5b812bff2cc88197"),
     Target("exllamav3.modules.embedding", "Embedding.forward", "02e41a46fdd43e79"),
     Target("exllamav3.modules.transformer", "TransformerBlock.forward", "a58fb4f774827454"),
+    Target("exllamav3.modules.gated_delta_net", "GDNState", "ce3226899cba3f96"),
+    Target("exllamav3.modules.gated_delta_net", "GDNLayerState.stash", "1187ffe34285f0f5"),
+    Target("exllamav3.modules.gated_delta_net", "GatedDeltaNet.forward", "714be3824d7a1312"),
+    Target("exllamav3.cache.recurrent_util", "advance_recurrent_states", "f432a902a6ec93d1"),
     Target("exllamav3.modules.hyperconnections", "HyperConnection.mix", "2bf3d201d2814f17"),
     Target("exllamav3.modules.hyperconnections", "HyperConnection.apply_", "d6508e0a817a7cbe"),
     Target("exllamav3.modules.rmsnorm", "RMSNorm.forward", "d013735ab8a9278c"),
     Target("exllamav3.modules.moe_batch_recon", "BatchReconLayer", "f93e76344d016db9"),
+    Target("exllamav3.model.model", "Model.forward", "feb232766f44f6bd"),
     Target("exllamav3.model.model_ls", "Model_LSMixin.forward_ls", "0af732b4646f81b8"),
+    Target("exllamav3.model.model_ls", "Model_LSMixin.prefill_ls", "58145dd4d1002cd7"),
     Target("exllamav3.model.model_ls", "Model_LSMixin._load_single", "e173ccbe6ff80414"),
 )
 

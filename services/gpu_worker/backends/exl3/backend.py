@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker.backends.arena_check import ArenaCheck
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
+from services.gpu_worker.backends.exl3 import joined
 from services.gpu_worker.backends.exl3.experts import ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
@@ -203,6 +204,48 @@ class Exl3Backend:
                 return np.concatenate([self._chunk(mine, piece, len(piece)) for piece in pieces])
             return self._chunk(mine, token_ids, 1)
 
+    def prefill_joined(
+        self, stream: Stream, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool
+    ) -> tuple[Logits, Snapshot | None]:
+        """Appends a chunk of prompt and the tail behind it in one pass."""
+        if not 0 < self.info.joined_tail_from <= len(tail):
+            return prefill_apart(self, stream, token_ids, tail, keep=keep)
+        return self._joined(cast("GpuStream", stream), token_ids, tail, keep=keep)
+
+    @_on_device
+    def _joined(self, stream: GpuStream, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool) -> tuple[Logits, KeptState | None]:
+        middle = stream.length + len(token_ids)
+        if middle % PAGE_TOKENS:
+            raise ValueError(f"a chunk that a tail is joined to ends at {middle}, not where a page of {PAGE_TOKENS} tokens does")
+        with self._pass_of_whole_records():
+            self._pages.grow(stream.pages, middle + len(tail))
+            parts = self._part(stream, stream.length, token_ids), self._part(stream, middle, tail)
+            at_page_end = joined.StateAtPageEnd(stream.state, self._cache, middle) if keep else None
+            self.experts.begin_prefill(len(token_ids))
+            after = at_page_end.copy if at_page_end is not None else lambda _module, _instance: None
+            logits = joined.run(self._model, *parts, self.experts.part_follows, after)
+            stream.length = middle + len(tail)
+            result: Logits = logits[0, -1:, : self.info.vocab_size].float().cpu().numpy()
+            self.experts.between_passes()
+        if at_page_end is None:
+            return result, None
+        return result, KeptState(self._pages, stream.pages[: pages_for(middle)], at_page_end.stashed)
+
+    def _part(self, stream: GpuStream, start: int, token_ids: Sequence[int], rows: int = 1) -> joined.Part:
+        """What exllamav3 is given for a prefill pass over tokens that the stream holds from `start` on; its logits end `rows` rows."""
+        # Without the pages that are only reserved: a pass looks the same, whatever its stream has in reserve.
+        pages = stream.pages[: pages_for(start + len(token_ids))]
+        params = {
+            "attn_mode": "flash_attn",
+            "block_table": torch.tensor([pages], dtype=torch.int32),
+            "cache": self._cache,
+            "cache_seqlens": torch.tensor([start], dtype=torch.int32),
+            "recurrent_states": [stream.state] if stream.state is not None else None,
+            "indexed_embeddings": [],
+            "last_tokens_only": rows,
+        }
+        return joined.Part(torch.tensor([list(token_ids)], dtype=torch.int64), params)
+
     @contextlib.contextmanager
     def _pass_of_whole_records(self) -> Iterator[None]:
         """No record is repaired meanwhile, and none is known to be damaged for good."""
@@ -230,22 +273,11 @@ class Exl3Backend:
                 raise OSError(f"the GPU failed: {error}") from error
 
     def _chunk(self, stream: GpuStream, token_ids: Sequence[int], rows: int) -> Logits:
-        end = stream.length + len(token_ids)
-        self._pages.grow(stream.pages, end)
-        # Without the pages that are only reserved: a pass looks the same, whatever its stream has in reserve.
-        pages = stream.pages[: pages_for(end)]
-        params = {
-            "attn_mode": "flash_attn",
-            "block_table": torch.tensor([pages], dtype=torch.int32),
-            "cache": self._cache,
-            "cache_seqlens": torch.tensor([stream.length], dtype=torch.int32),
-            "recurrent_states": [stream.state] if stream.state is not None else None,
-            "indexed_embeddings": [],
-            "last_tokens_only": rows,
-        }
+        self._pages.grow(stream.pages, stream.length + len(token_ids))
+        part = self._part(stream, stream.length, token_ids, rows)
         if len(token_ids) > 1:
             self.experts.begin_prefill(len(token_ids))
-        logits = self._model.forward(torch.tensor([list(token_ids)], dtype=torch.int64), params)
+        logits = self._model.forward(part.ids, part.params)
         stream.length += len(token_ids)
         result: Logits = logits[0, -rows:, : self.info.vocab_size].float().cpu().numpy()
         self.experts.between_passes()

@@ -7,7 +7,7 @@ pinned host memory. What was picked is copied to the host behind the router; bet
 copies run on a stream of their own beside the next step, and a record counts as resident when a later look finds its copy done.
 
 Prefill: what is missing is staged a layer ahead. The last slots are lent for it as two halves, one per layer in turn: layer l computes from
-one while layer l + 1 lands in the other.
+one while layer l + 1 lands in the other. A pass of two parts (joined.py) computes a layer twice before it goes on to the next one.
 
 Every write of an address is enqueued on the compute stream between the kernels that must see the old one and those that must see the new
 one. A slot is overwritten only behind an event that the compute stream records after the last kernel that may read it.
@@ -15,8 +15,9 @@ one. A slot is overwritten only behind an event that the compute stream records 
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
+from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.patches.dispatch import DecodeStep
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
 
@@ -78,6 +80,7 @@ class ExpertStore:
         num_slots: records that VRAM is taken for now.
         top_k: picks of a token.
         options: policy.
+        elastic: the slots, where their end is lent to long prefills; None: memory of their own, for good.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class ExpertStore:
         num_slots: int,
         top_k: int,
         options: ExpertOptions | None = None,
+        elastic: ElasticSlots | None = None,
     ) -> None:
         self.options = options or ExpertOptions()
         self.progress = 0
@@ -95,7 +99,11 @@ class ExpertStore:
         self.placement = Placement(records.num_records, num_slots, self.options.placement)
         self._records, self._table, self._layers = records, table, layers
         self._lock = threading.Lock()
-        self._slots = torch.empty((num_slots, records.stride), dtype=torch.uint8, device=table.device)
+        self._elastic = elastic
+        if elastic is None:
+            self._slots = torch.empty((num_slots, records.stride), dtype=torch.uint8, device=table.device)
+        else:
+            self._slots = elastic.tensor
         self._host_addresses = np.stack([records.addresses(layer) for layer in range(records.num_layers)])
         # Where an expert's bytes are now: a slot, or NONE for the host; for the tables and for the tensors, which follow only when read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
@@ -108,6 +116,8 @@ class ExpertStore:
             self._on_demand = self._fast = FastSteps(self.options.fast, *memory)
         elif self.options.on_demand and num_slots:
             self._on_demand = OnDemand(*memory)
+        if elastic is not None:
+            elastic.attach(self._lend, self._limit, self._lock, self._on_demand.num_transit if self._on_demand is not None else 0)
         self._landings: list[Landing] = []
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
@@ -116,21 +126,11 @@ class ExpertStore:
         self._staged_tables = pinned_empty((2, *table.shape))
         self._staging: Staging | None = None
         self._staging_open = False
+        self._part_follows = False
         self._staged_pass_done = torch.cuda.Event()
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
-        self._counters = dict.fromkeys(
-            (
-                "decode_steps",
-                "decode_picks",
-                "decode_hits",
-                "decode_records_missed",
-                "prefill_steps",
-                "bytes_copied",
-                "bytes_staged",
-                "staged_passes",
-            ),
-            0,
-        )
+        names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied bytes_staged staged_passes"
+        self._counters = dict.fromkeys(names.split(), 0)
 
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
 
@@ -141,18 +141,21 @@ class ExpertStore:
             return
         if rows <= DECODE_ROWS:
             self._end_staging()
+            if self._elastic is not None and layer == 0:
+                self._elastic.before_decode()
             self._note_picks(layer, rows, selected)
             return
         self._counters["prefill_steps"] += 1
         if layer == 0 and not self._staging_open:
             self.begin_prefill(rows)
-        self._staging_open = False
+        # While a part of the pass follows, it is not layer 0 of another pass that comes next.
+        self._staging_open = self._part_follows
         if self._staging is not None:
             self._enter_staged(self._staging, layer)
 
     def after_experts(self, layer: int) -> None:
         """The layer's kernels are enqueued."""
-        if self._staging is not None and self._staging.inside == layer:
+        if self._staging is not None and self._staging.inside == layer and not self._part_follows:
             self._leave_staged(self._staging, layer)
 
     def before_single_expert(self, layer: int, expert: int) -> None:
@@ -269,7 +272,7 @@ class ExpertStore:
     # ---- prefill: staging a layer ahead ---------------------------------------------------------------------------------------------
 
     def begin_prefill(self, rows: int) -> None:
-        """A prefill pass of so many rows is about to run; its first two layers are staged from now on."""
+        """A prefill pass is about to run, of so many rows in its largest part; its first two layers are staged from now on."""
         self._end_staging()
         self._staging_open = True
         if self._on_demand is not None:
@@ -278,18 +281,33 @@ class ExpertStore:
             torch.cuda.current_stream(self._table.device).synchronize()
             self._on_demand.flush()
             self._where[:] = self._on_demand.where()
+        if self._elastic is not None and not self.paused:
+            self._elastic.before_prefill(rows)
         # No more slots than the layer that misses most can fill.
-        half = min(self.placement.num_slots // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
+        half = min(self.placement.usable // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
         if self.paused or rows < self.options.stage_min_rows or half == 0:
             return
         # The tables in pinned memory belong to the pass before until it has read them all.
         self._staged_pass_done.synchronize()
-        first = self.placement.num_slots - 2 * half
+        first = self.placement.usable - 2 * half
         self._lend(first)
         self._staging = self._plan_staging(half, (first, first + half))
         self._counters["staged_passes"] += 1
         self._stage_next(self._staging)
         self._stage_next(self._staging)
+
+    @contextlib.contextmanager
+    def part_follows(self) -> Iterator[None]:
+        """Inside, a layer stays staged when its kernels are launched: the next part of the same pass reads it too, and then leaves it."""
+        self._part_follows = True
+        try:
+            yield
+        except BaseException:
+            # The pass is over: the next layer 0 is another one's.
+            self._staging_open = False
+            raise
+        finally:
+            self._part_follows = False
 
     def _end_staging(self) -> None:
         """The staged pass is over. One that broke off inside a layer left that layer's tables at slots which are about to be used again."""
@@ -306,6 +324,12 @@ class ExpertStore:
         self._on_demand.vacate(first, self.placement.num_slots - first)
         self._on_demand.flush()
         self._where[:] = self._on_demand.where()
+
+    def _limit(self, usable: int) -> None:
+        """Says how many slots have memory; those behind them are empty."""
+        self.placement.limit(usable)
+        if self._on_demand is not None:
+            self._on_demand.limit(usable)
 
     def _plan_staging(self, half: int, first: tuple[int, int]) -> Staging:
         num_layers, num_experts = self._where.shape
@@ -396,6 +420,8 @@ class ExpertStore:
         """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""
         wanted = list(records)
         torch.cuda.synchronize(self._table.device)
+        if self._elastic is not None and wanted:
+            self._elastic.before_decode()
         if self._on_demand is not None:
             self._place_on_demand(self._on_demand, wanted)
             return
@@ -404,7 +430,7 @@ class ExpertStore:
             self._landings.clear()
             self._pick_rows[:] = 0
             lost = self.placement.vacate(range(self.placement.num_slots), remember=False)
-            for slot, record in enumerate(wanted):
+            for slot, record in enumerate(wanted[: self.placement.usable]):
                 self._slots[slot].copy_(self._records.host[record])
                 self.placement.put(record, slot)
             self._point([*lost, *wanted])
@@ -425,7 +451,7 @@ class ExpertStore:
     def _place_on_demand(self, pager: OnDemand, wanted: list[int]) -> None:
         self._staging = None
         pager.vacate(0, self.placement.num_slots)
-        for slot, record in enumerate(wanted[: self.placement.num_slots - pager.num_transit], pager.num_transit):
+        for slot, record in enumerate(wanted[: self.placement.usable - pager.num_transit], pager.num_transit):
             self._slots[slot].copy_(self._records.host[record])
             pager.put(record, slot)
         pager.flush()
@@ -440,6 +466,9 @@ class ExpertStore:
         with self._lock:
             for layer, expert in np.argwhere(self._tensors_at != NONE):
                 self.before_single_expert(int(layer), int(expert))
+        if self._elastic is not None:
+            self._slots = self._slots[:0]
+            self._elastic.close()
 
     def _record_in(self, slot: int) -> int:
         if self._on_demand is None:
@@ -459,6 +488,7 @@ class ExpertStore:
                 "admissions": self.placement.admissions,
                 "evictions": self.placement.evictions,
                 "arena_bytes": self._records.num_bytes,
+                **(self._elastic.stats() if self._elastic is not None else {}),
             }
 
     def _on_demand_stats(self, pager: OnDemand) -> dict[str, Any]:
@@ -477,6 +507,7 @@ class ExpertStore:
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
             **(self._fast.stats() if self._fast is not None else {}),
+            **(self._elastic.stats() if self._elastic is not None else {}),
         }
 
     def verify(self) -> VerifyReport:

@@ -19,10 +19,10 @@ from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
-from services.gpu_worker.backends.exl3 import fast_setup, heat_file
+from services.gpu_worker.backends.exl3 import fast_setup, heat_file, joined
 from services.gpu_worker.backends.exl3 import plan as plans
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
-from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
@@ -119,6 +119,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         chunk_size=chunk,
         page_tokens=PAGE_TOKENS,
         snapshot_bytes=plans.state_bytes(checkpoint.config, 1),
+        joined_tail_from=joined_tail_from(loaded.model),
     )
     log.info("%s", plans.kept_states(info.snapshot_bytes, settings.prefix_cache_mb))
     backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
@@ -214,6 +215,19 @@ def make_store(
         raise ConfigError(f"the expert store does not start: {error}", param="GLM53_MODE") from error
     dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)
     return store
+
+
+def joined_tail_from(model: Any) -> int:
+    """From how many tokens on a prompt's tail is computed in one pass with the chunk before it; 0 for never.
+
+    Fewer rows are computed by the kernels of decode, and bring what they pick as a decode step does, which staged tables are not for.
+    """
+    from exllamav3.modules.gated_delta_net import GDNState
+
+    problem = joined.why_not(model, GDNState)
+    if problem:
+        log.info("a prompt's tail is a pass of its own: %s", problem)
+    return 0 if problem else DECODE_ROWS + 1
 
 
 class TritonPins:
