@@ -5,7 +5,7 @@ Owned by the engine's thread. Who gives memory up when it is short is the engine
 
 from __future__ import annotations
 
-from services.gpu_worker.backends.base import Backend, Stream
+from services.gpu_worker.backends.base import Backend, Snapshot, Stream
 from services.gpu_worker.prefix_cache import PrefixCache
 from services.gpu_worker.request import Request
 
@@ -75,9 +75,12 @@ class Contexts:
     def keep(self, request: Request, tokens: tuple[int, ...]) -> None:
         """Keeps the state of the request's stream, which holds exactly `tokens`."""
         if self.wants(request, tokens):
-            snapshot = self._backend.snapshot(stream_of(request))
-            if snapshot is not None:
-                self._prefixes.keep(request.spec.key_id, tokens, snapshot)
+            self.keep_snapshot(request, tokens, self._backend.snapshot(stream_of(request)))
+
+    def keep_snapshot(self, request: Request, tokens: tuple[int, ...], snapshot: Snapshot | None) -> None:
+        """Keeps a state of the request's stream that was made when it held exactly `tokens`; None is none."""
+        if snapshot is not None:
+            self._prefixes.keep(request.spec.key_id, tokens, snapshot)
 
 
 def stream_of(request: Request):  # type: ignore[no-untyped-def]

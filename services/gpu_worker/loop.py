@@ -12,10 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.common.trace_context import trace_id_of
-from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end
+from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end, tail_end
 from services.gpu_worker.contexts import Contexts, stream_of
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
@@ -24,6 +25,7 @@ from services.gpu_worker.queue import FairQueue
 from services.gpu_worker.request import Admitted, Failed, FinishReason, PrefillProgress, Request, RequestState
 
 log = logging.getLogger(__name__)
+R = TypeVar("R")
 
 # After so many failed passes in a row the backend counts as lost: a restart helps more than failing every request.
 MAX_FAILURES_IN_A_ROW = 3
@@ -278,14 +280,19 @@ class EngineLoop:
         keep = self._contexts.kept_length(request)
         if start < keep < end and self._contexts.wants(request, feed[:keep]):
             end = keep
-        chunk = feed[start:end]
         generation = self._generations[request.spec.request_id]
         scores = generation.wants_prompt_scores and request.times.prefilled is None
-        logits = self._forward([request], lambda: self.backend.prefill(stream_of(request), chunk, all_logits=scores))
+        # Others wait for a chunk and its tail together, but less long than for both apart, and hardly longer than for the chunk alone.
+        until = end if scores else tail_end(end, len(feed), size, self.backend.info)
+        if until > end:
+            logits = self._prefill_joined(request, end, until)
+        else:
+            chunk = feed[start:end]
+            logits = self._forward([request], lambda: self.backend.prefill(stream_of(request), chunk, all_logits=scores))
         if logits is None:
             return True
-        request.num_prefilled += len(chunk)
-        self.metrics.note_prefill(request, len(chunk))
+        request.num_prefilled = until
+        self.metrics.note_prefill(request, until - start)
         if request.times.prefilled is None and not self._tell_prefilled(request, start, logits):
             return True
         if request.num_prefilled < len(feed):
@@ -295,6 +302,17 @@ class EngineLoop:
             return True
         self._end_prefill(request, logits[-1])
         return True
+
+    def _prefill_joined(self, request: Request, end: int, until: int) -> Logits | None:
+        """One pass over a chunk that ends at `end` and the tail behind it; the state between them is kept where it would be."""
+        chunk, tail = request.feed[request.num_prefilled : end], request.feed[end:until]
+        keep = end == self._contexts.kept_length(request) and self._contexts.wants(request, request.feed[:end])
+        done = self._forward([request], lambda: self.backend.prefill_joined(stream_of(request), chunk, tail, keep=keep))
+        if done is None:
+            return None
+        logits, snapshot = done
+        self._contexts.keep_snapshot(request, request.feed[:end], snapshot)
+        return logits
 
     def _tell_prefilled(self, request: Request, start: int, logits: Logits) -> bool:
         """Says how far the prompt is, with its scores; False when these cannot be told and the request has failed."""
@@ -365,10 +383,10 @@ class EngineLoop:
             self.backend.close_stream(request.stream)
             request.stream = None
 
-    def _forward(self, requests: list[Request], call: Callable[[], Logits]) -> Logits | None:
+    def _forward(self, requests: list[Request], call: Callable[[], R]) -> R | None:
         """Runs a pass. A pass that fails takes only its own requests with it, unless the backend is lost."""
         try:
-            logits = call()
+            result = call()
         except BackendLostError:
             raise
         except Exception as error:
@@ -380,7 +398,7 @@ class EngineLoop:
                 raise BackendLostError(f"{self._failures_in_a_row} passes failed in a row") from error
             return None
         self._failures_in_a_row = 0
-        return logits
+        return result
 
     def _emit(self, request: Request, row: Logits) -> None:
         """Samples from a row of logits [vocab] and sends what may go out."""
