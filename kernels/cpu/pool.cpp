@@ -9,15 +9,19 @@
  * Publication: run() writes the units, then stores `ticket` = (call number << 32 | units left). A thread claims a unit by compare-and-swap
  * on that word, so a thread that wakes late, with an old call number in mind, can never claim a unit of a call it has not seen. A call ends
  * when as many units as it published are done; no thread needs to have woken for it.
- * Waiting: a thread watches the word for a short while and then sleeps on a condition variable, so that an idle pool costs no CPU time.
+ * Waiting: a thread watches `ticket` for `hot_ns` after its last unit, so that it is there when the next layer's call comes, and then
+ * sleeps on the futex word `bell`, so that an idle pool costs no CPU time. run() wakes sleepers with one system call and under no lock:
+ * the first one that wakes works while the others still wake. No wake-up is lost: a sleeper reads the bell, counts itself in `sleeping`,
+ * looks at the ticket again and sleeps only while the bell is what it read; run() stores the ticket, moves the bell and then reads the
+ * count, all sequentially consistent. So either run() sees the count and wakes it, or the bell has moved and it does not sleep.
+ * The caller waits for the end of a call in the same way, on `done` itself: the thread that raises it to the total looks at
+ * `caller_asleep`.
  */
 #include <pthread.h>
 #include <sched.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <new>
 #include <string>
 #include <system_error>
@@ -26,15 +30,17 @@
 
 #include "cpu/error.h"
 #include "cpu/expert.h"
+#include "cpu/futex.h"
 #include "cpu/numerics.h"
 #include "cpu/variants.h"
+#include "moe_host.h"
 
 using namespace glm53;
 
 namespace {
 
 constexpr uint32_t kMaxThreads = 1024;
-constexpr int kSpins = 2000;              /* about 20 to 50 us of pauses */
+constexpr int kSpinsPerLook = 64;         /* pauses between two looks at the clock: 1 to 4 us */
 constexpr int kUnitSpins = 200;           /* pauses before a unit that waits gives its CPU to whoever computes what it waits for */
 constexpr uint32_t kWaveEvaluations = 64; /* bounds the memory of a call: longer ones are computed in waves */
 constexpr uint32_t kUnitsPerThread = 4;   /* with fewer units a thread than this, bands are split */
@@ -77,15 +83,14 @@ struct MoePool {
   }
 
   ~MoePool() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex);
-      stopping.store(true);
-    }
-    wake.notify_all();
+    stopping.store(true);
+    bell.fetch_add(1);
+    futex_wake(&bell, kMaxThreads);
     for (std::thread& thread : threads) thread.join();
   }
 
   void start(const int32_t* cpus, uint32_t num_cpus) {
+    hot_ns = moe_hot_ns(static_cast<uint32_t>(scratch.size()));
     for (uint32_t i = 1; i < scratch.size(); ++i) {
       threads.emplace_back([this, i] { serve(i); });
       pthread_setname_np(threads.back().native_handle(), ("moe-" + std::to_string(i)).c_str());
@@ -120,6 +125,7 @@ struct MoePool {
   std::vector<std::unique_ptr<ThreadScratch>> scratch; /* [0] is the caller's */
   uint32_t forced_splits = 0;                          /* 0: by the number of units */
   double inline_cost = kInlineCost;
+  std::atomic<int64_t> hot_ns{0};
 
  private:
   /* A job of this many weights takes about 15 us: waking threads and sharing the work costs more than it saves. */
@@ -168,16 +174,25 @@ struct MoePool {
 
   void list_units(size_t count) {
     units.clear();
-    const auto add = [this](size_t i, Stage stage, uint32_t number, uint32_t parts) {
-      for (uint32_t index = 0; index < number; ++index) {
-        for (uint32_t part = 0; part < parts; ++part) {
-          units.push_back({static_cast<uint32_t>(i), index, stage, static_cast<uint8_t>(part)});
-        }
-      }
+    const auto add = [this](size_t i, Stage stage, uint32_t index, uint32_t part) {
+      units.push_back({static_cast<uint32_t>(i), index, stage, static_cast<uint8_t>(part)});
     };
-    for (size_t i = 0; i < count; ++i) add(i, Stage::kPrepare, evaluations[i].num_chunks(), 1);
-    for (size_t i = 0; i < count; ++i) add(i, Stage::kInner, evaluations[i].inner_bands(), evaluations[i].splits().inner);
-    for (size_t i = 0; i < count; ++i) add(i, Stage::kOuter, evaluations[i].outer_bands(), evaluations[i].splits().outer);
+    for (size_t i = 0; i < count; ++i) {
+      for (uint32_t chunk = 0; chunk < evaluations[i].num_chunks(); ++chunk) add(i, Stage::kPrepare, chunk, 0);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      for (uint32_t band = 0; band < evaluations[i].inner_bands(); ++band) {
+        for (uint32_t part = 0; part < evaluations[i].splits().inner; ++part) add(i, Stage::kInner, band, part);
+      }
+    }
+    /* The first parts of all down bands come before any second part: they need the first inner bands alone, so a thread that lost its CPU
+     * in one of the last inner bands keeps nobody waiting while there is something else to do. */
+    for (uint32_t part = 0; part < kGroups; ++part) {
+      for (size_t i = 0; i < count; ++i) {
+        if (part >= evaluations[i].splits().outer) continue;
+        for (uint32_t band = 0; band < evaluations[i].outer_bands(); ++band) add(i, Stage::kOuter, band, part);
+      }
+    }
   }
 
   void compute(const Unit& unit, uint32_t thread) {
@@ -209,12 +224,10 @@ struct MoePool {
   void publish(uint32_t num_units) {
     done.store(0, std::memory_order_relaxed);
     const uint32_t call = call_of(ticket.load(std::memory_order_relaxed)) + 1;
-    ticket.store(static_cast<uint64_t>(call) << 32 | num_units); /* seq_cst, against `sleeping`: see serve() */
-    uint32_t to_wake = sleeping.load();
-    if (to_wake == 0) return;
-    if (to_wake > num_units - 1) to_wake = num_units - 1;
-    const std::lock_guard<std::mutex> lock(mutex);
-    for (uint32_t i = 0; i < to_wake; ++i) wake.notify_one();
+    ticket.store(static_cast<uint64_t>(call) << 32 | num_units);
+    bell.fetch_add(1);
+    /* One thread more than there are units would find none: a call needs nobody in particular. */
+    if (sleeping.load() != 0 && num_units > 1) futex_wake(&bell, num_units - 1);
   }
 
   /* Claims and computes units of one call until none is left. */
@@ -224,21 +237,29 @@ struct MoePool {
       if (!ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
       const uint32_t total = static_cast<uint32_t>(units.size()); /* stable: the call cannot end before this unit is done */
       compute(units[total - units_left(seen)], thread);
-      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == total && thread != 0) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        finished.notify_one();
-      }
+      if (done.fetch_add(1) + 1 == total && thread != 0 && caller_asleep.load()) futex_wake(&done, 1);
       seen = ticket.load(std::memory_order_acquire);
     }
   }
 
+  /* Polls ready() until it is true or hot_ns have passed; returns what it was last. */
+  template <typename Ready>
+  bool poll(Ready ready) const {
+    const int64_t start_ns = monotonic_ns(), limit_ns = hot_ns.load(std::memory_order_relaxed);
+    do {
+      for (int i = 0; i < kSpinsPerLook; ++i) {
+        if (ready()) return true;
+        _mm_pause();
+      }
+    } while (monotonic_ns() - start_ns < limit_ns);
+    return ready();
+  }
+
   void wait_until_done(uint32_t total) {
-    for (int i = 0; i < kSpins; ++i) {
-      if (done.load(std::memory_order_acquire) == total) return;
-      _mm_pause();
-    }
-    std::unique_lock<std::mutex> lock(mutex);
-    finished.wait(lock, [this, total] { return done.load(std::memory_order_acquire) == total; });
+    if (poll([this, total] { return done.load(std::memory_order_acquire) == total; })) return;
+    caller_asleep.store(true);
+    for (uint32_t seen = done.load(); seen != total; seen = done.load()) futex_wait(&done, seen);
+    caller_asleep.store(false, std::memory_order_relaxed);
   }
 
   void serve(uint32_t thread) {
@@ -250,12 +271,9 @@ struct MoePool {
   /* False when the pool ends. */
   bool wait_for_call(uint32_t* last_call) {
     const auto is_new = [this, last_call] { return call_of(ticket.load()) != *last_call || stopping.load(); };
-    for (int i = 0; i < kSpins && !is_new(); ++i) _mm_pause();
-    if (!is_new()) {
-      std::unique_lock<std::mutex> lock(mutex);
-      /* Counted before the last look at the ticket; run() stores the ticket before it reads the count. One of the two sees the other. */
+    if (!poll(is_new)) {
       sleeping.fetch_add(1);
-      wake.wait(lock, is_new);
+      for (uint32_t seen = bell.load(); !is_new(); seen = bell.load()) futex_wait(&bell, seen);
       sleeping.fetch_sub(1);
     }
     *last_call = call_of(ticket.load());
@@ -267,11 +285,10 @@ struct MoePool {
   Evaluation evaluations[kWaveEvaluations];
   Memory memory; /* of the evaluations of a wave */
   std::vector<std::thread> threads;
-  std::mutex mutex;
-  std::condition_variable wake;     /* a call was published, or the pool ends */
-  std::condition_variable finished; /* the last unit of a call was computed by another thread than the caller */
   std::atomic<bool> stopping{false};
+  std::atomic<bool> caller_asleep{false};
   std::atomic<uint32_t> sleeping{0};
+  std::atomic<uint32_t> bell{0}; /* moved whenever there is something to see for a thread that sleeps */
   alignas(64) std::atomic<uint64_t> ticket{0};
   alignas(64) std::atomic<uint32_t> done{0};
 };
@@ -328,6 +345,8 @@ extern "C" int moe_pool_force(MoePool* pool, uint32_t splits, double inline_cost
   pool->inline_cost = inline_cost;
   return 0;
 }
+
+extern "C" void moe_pool_force_hot(MoePool* pool, int64_t hot_ns) { pool->hot_ns.store(hot_ns, std::memory_order_relaxed); }
 
 extern "C" uint32_t moe_pool_variant(const MoePool* pool) { return pool->choice.variant; }
 extern "C" const char* moe_pool_reason(const MoePool* pool) { return pool->choice.reason.c_str(); }

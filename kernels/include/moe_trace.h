@@ -38,6 +38,8 @@ MOE_API uint32_t moe_explain_choice(uint32_t features, char* reason, size_t reas
 /* Overrides how a pool cuts its work. splits: parts of a band's groups, 1, 2 or 4, 0 = by the number of units. inline_cost: calls below
  * this many weights run in the calling thread (see pool.cpp); 0 shares every call. */
 MOE_API int moe_pool_force(MoePool* pool, uint32_t splits, double inline_cost);
+/* How long its threads poll before they sleep, from their next wait on; moe_hot_ns (moe_host.h) says it otherwise. */
+MOE_API void moe_pool_force_hot(MoePool* pool, int64_t hot_ns);
 
 #ifdef __cplusplus
 }

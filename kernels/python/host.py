@@ -29,6 +29,10 @@ def _signatures() -> ctypes.CDLL:
     library.moe_last_error.restype = ctypes.c_char_p
     library.moe_physical_cpus.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.moe_physical_cpus.restype = ctypes.c_int
+    library.moe_hot_ns.argtypes = [ctypes.c_uint32]
+    library.moe_hot_ns.restype = ctypes.c_int64
+    library.moe_quota_cpus.argtypes = [ctypes.c_char_p]
+    library.moe_quota_cpus.restype = ctypes.c_uint32
     library.moe_prefer_node.argtypes = [ctypes.c_int32]
     library.moe_prefer_node.restype = ctypes.c_int
     library.moe_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -49,6 +53,16 @@ def physical_cpus() -> list[int]:
     if count < 0:
         raise OSError(library.moe_last_error().decode())
     return list(cpus[: min(count, _MOST_CPUS)])
+
+
+def hot_ns(threads: int) -> int:
+    """How long a thread of a pool of so many polls for the next job before it sleeps, in nanoseconds."""
+    return int(_signatures().moe_hot_ns(threads))
+
+
+def quota_cpus(cpu_max: str) -> int:
+    """CPUs' worth of time, rounded down, that the text of a control group's cpu.max grants; 2**32 - 1: it sets no limit."""
+    return int(_signatures().moe_quota_cpus(cpu_max.encode()))
 
 
 def parse_cpus(text: str) -> list[int]:

@@ -95,6 +95,8 @@ bool round_is_equal(Random& random, MoePool* scalar, const std::vector<MoePool*>
   for (float& value : x) value = static_cast<float>(static_cast<int32_t>(random())) * 0x1p-30f;
   const std::vector<float> expected = outputs(scalar, experts, x, rows);
   for (MoePool* pool : pools) {
+    /* Asleep at once, falling asleep, and awake when the next call comes. */
+    moe_pool_force_hot(pool, std::vector<int64_t>{0, 20'000, 4'000'000}[random() % 3]);
     for (const uint32_t splits : {0u, 1u, 2u, 4u}) {
       moe_pool_force(pool, splits, 0.0);
       const std::vector<float> found = outputs(pool, experts, x, rows);

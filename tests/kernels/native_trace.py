@@ -37,6 +37,8 @@ def signatures() -> ctypes.CDLL:
     library.moe_activate.restype = ctypes.c_int
     library.moe_pool_force.argtypes = [pointer, ctypes.c_uint32, ctypes.c_double]
     library.moe_pool_force.restype = ctypes.c_int
+    library.moe_pool_force_hot.argtypes = [pointer, ctypes.c_int64]
+    library.moe_pool_force_hot.restype = None
     library.moe_explain_choice.argtypes = [ctypes.c_uint32, ctypes.c_char_p, ctypes.c_size_t]
     library.moe_explain_choice.restype = ctypes.c_uint32
     return library
@@ -79,3 +81,8 @@ def _empty_linear(rows: int, in_features: int, out_features: int) -> reference.L
 
 def _pointers(linear: reference.LinearSteps) -> _LinearTrace:
     return _LinearTrace(*(getattr(linear, name).ctypes.data for name in _LINEAR_FIELDS))
+
+
+def force_hot(pool: expert.ExpertPool, hot_ns: int) -> None:
+    """Sets how long the pool's threads poll before they sleep, in nanoseconds."""
+    signatures().moe_pool_force_hot(pool._open(), hot_ns)

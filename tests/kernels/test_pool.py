@@ -16,7 +16,7 @@ from kernels.python import exl3, expert, lib
 from kernels.python.exl3 import Codebook
 from kernels.python.expert import ExpertPool, ExpertTask, Variant
 from tests.kernels.cases import Case, build
-from tests.kernels.native_trace import signatures
+from tests.kernels.native_trace import force, force_hot, signatures
 
 FE_UPWARD, FE_TONEAREST = 0x800, 0
 
@@ -114,11 +114,44 @@ def test_an_idle_pool_uses_no_cpu_time() -> None:
         assert time.process_time() - before < 0.1
 
 
-def test_many_short_calls_from_a_sleeping_pool() -> None:
+def sleeps_of_threads() -> int:
+    """How often the pool's threads gave up their CPU to wait for something."""
+    total = 0
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("moe-"):
+            total += int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return total
+
+
+@pytest.mark.parametrize(("hot_ns", "sleeping"), [(20_000_000_000, False), (0, True)])
+def test_threads_stay_awake_between_the_calls_of_a_decode(hot_ns: int, sleeping: bool) -> None:
+    """While calls keep coming no thread sleeps in between; threads that may not poll sleep after each."""
+    shape, record, x = build(Case("", 85))
+    calls = 30
+    with ExpertPool("scalar", 2) as pool:
+        force(pool, 0, 0.0)
+        force_hot(pool, hot_ns)
+        call = pool.prepare([ExpertTask(shape, record, x, np.zeros((2, 256), np.float32)) for _ in range(4)])
+        for _ in range(3):
+            call()
+            time.sleep(0.005)
+        before = sleeps_of_threads()
+        for _ in range(calls):
+            call()
+            time.sleep(0.005)
+        slept = sleeps_of_threads() - before
+    assert (slept >= calls / 2) == sleeping
+    assert sleeping or slept < calls / 4
+
+
+@pytest.mark.parametrize("hot_ns", [0, 50_000, 4_000_000])
+def test_many_short_calls_from_a_sleeping_pool(hot_ns: int) -> None:
     """Calls at random distances, so that threads are met spinning, falling asleep and asleep, all give the same rows."""
     shape, record, x = build(Case("", 82, hidden=128, rows=8))
     generator = np.random.default_rng(1)
     with ExpertPool(threads=4) as pool:
+        force(pool, 0, 0.0)
+        force_hot(pool, hot_ns)
         expected = np.empty((8, 128), np.float32)
         pool.run([ExpertTask(shape, record, x, expected)])
         for _ in range(2000):
