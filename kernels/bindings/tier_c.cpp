@@ -98,7 +98,7 @@ const char* glm53_server_stats(const Glm53Server* server) {
     o.add("kernel", std::string(moe_variant_name(moe_pool_variant(server->server.pool()))));
     o.add("kernel_reason", std::string(moe_pool_reason(server->server.pool())));
     o.add_raw("huge_bytes", std::to_string(server->server.huge_bytes()));
-    o.add("huge_note", server->server.huge_note());
+    o.add("huge_note", server->server.huge_note()).add("mapped_bytes", server->server.mapped_bytes());
     return keep(o.text());
   });
 }

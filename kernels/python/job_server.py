@@ -44,14 +44,15 @@ class JobServer:
         cpus: Sequence[int] = (),
         beat_thread: bool = True,
         experts_per_step: int = 0,
-        spin_us: int = 20,
+        spin_us: int = -1,
         tune: bool = False,
         huge_pages: bool = False,
     ) -> None:
         """Attaches, takes the region's lease and starts to beat.
 
         threads: of the kernel, the serving one counts; cpus: of the others, which are pinned to them. tune: "auto" takes the variant that
-        is fastest on the arena's own shape for each number of rows. huge_pages: ask for 2 MiB pages in the arena.
+        is fastest on the arena's own shape for each number of rows. huge_pages: ask for 2 MiB pages in the arena, and enter all of it into
+        this process's page table while it serves. spin_us: polling after a job before sleeping, -1 by the CPUs that there are to spare.
         beat_thread, experts_per_step: for tests that beat and compute by hand.
         Raises ShmAbsent when a segment is not there, ShmMismatch with both values, ShmInUse while another server lives, ValueError for
         a kernel variant that this host lacks.
@@ -101,7 +102,8 @@ class JobServer:
 
     def stats(self) -> dict[str, Any]:
         """Counters: jobs, picks, experts, bytes (of records), dropped, stale, bad, acks; kernel and kernel_reason;
-        huge_bytes (of the arena in 2 MiB pages when it was attached, -1: unknown) and huge_note.
+        huge_bytes (of the arena in 2 MiB pages when it was attached, -1: unknown) and huge_note; mapped_bytes (of the records in this
+        process's page table so far, with huge_pages).
         """
         result: dict[str, Any] = json.loads(self._library.glm53_server_stats(self._open()))
         return result

@@ -13,7 +13,11 @@ namespace {
 
 constexpr int64_t kIdleSleepNs = 40'000'000;            // < the beat period: an idle loop still shows progress
 constexpr uint64_t kLongestComputeNs = 10'000'000'000;  // a kernel call that takes longer counts as stuck
+constexpr int kPausesPerLook = 16;
 constexpr auto kBeatPeriod = std::chrono::milliseconds(50);
+// Of the records, before jobs are taken: all of layer 0, on which a worker times the lane. A tenth of a second to half a second.
+constexpr uint64_t kMappedBeforeServing = uint64_t{4} << 30;
+constexpr auto kLongestMapping = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -25,7 +29,11 @@ JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> aren
 
 JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> arena, const std::string& arena_path,
                      const ServerOptions& options)
-    : region_(std::move(region)), arena_(std::move(arena)), words_(region_->words()), options_(options) {
+    : region_(std::move(region)),
+      arena_(std::move(arena)),
+      words_(region_->words()),
+      options_(options),
+      spin_ns_(options.spin_ns >= 0 ? options.spin_ns : moe_hot_ns(options.threads)) {
   if (arena_ == nullptr) arena_ = Arena::attach(arena_path, words_.arena_generation);
   const std::string& ctl_path = region_->path();
   if (words_.hidden != arena_->shape(0).hidden) {
@@ -70,6 +78,8 @@ void JobServer::ask_for_huge_pages() {
   moe_meet_pages(records, bytes);
   huge_bytes_ = moe_huge_bytes(records, bytes);
   if (huge_bytes_ < 0) huge_note_ = moe_last_error();
+  pages_ = std::make_unique<PageTableFill>(records, bytes, options_.threads);
+  pages_->wait_for(kMappedBeforeServing, kLongestMapping);
 }
 
 void JobServer::beat_loop() {
@@ -238,16 +248,19 @@ void JobServer::fill_done(uint64_t now_ns) {
 ServerStep JobServer::run(int64_t max_ns) {
   const uint64_t start = abi_now_ns();
   const uint64_t end = start + static_cast<uint64_t>(max_ns);
-  Spinner spinner(options_.spin_ns);
   while (state_ != ServerStep::kQuit && state_ != ServerStep::kDrained) {
     const uint32_t seen = abi_load_bell(&words_.doorbell);
     const uint64_t now = abi_now_ns();
     if (step(now)) {
-      spinner.reset();
+      if (state_ == ServerStep::kIdle) awake_until_ns_ = abi_now_ns() + static_cast<uint64_t>(spin_ns_);
       continue;
     }
     if (state_ == ServerStep::kQuit || state_ == ServerStep::kDrained || now >= end) break;
-    if (spinner.spin()) continue;
+    // Only after a job: an idle server that polled at every look around would take a share of a CPU for nothing.
+    if (now < awake_until_ns_) {
+      for (int i = 0; i < kPausesPerLook; ++i) cpu_relax();
+      continue;
+    }
     const int64_t left = static_cast<int64_t>(end - now);
     sleep_on(words_.doorbell, seen, &words_.server_asleep, std::min(left, kIdleSleepNs));
   }

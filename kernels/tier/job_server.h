@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "tier/page_table.h"
 #include "tier/region.h"
 
 namespace glm53 {
@@ -36,9 +37,9 @@ struct ServerOptions {
   std::vector<int32_t> cpus;
   bool beat_thread = true;        // tests beat by hand
   uint32_t experts_per_step = 0;  // 0: a whole job in one action, which lets the pool spread it over its threads
-  int64_t spin_ns = 20000;        // polling before sleeping
+  int64_t spin_ns = -1;           // polling after a job before sleeping; negative: as long as the pool's threads (moe_hot_ns)
   bool tune = false;              // time the kernel's variants on the arena's shape (only when the choice is automatic)
-  bool huge_pages = false;        // ask for 2 MiB pages in the arena and count them
+  bool huge_pages = false;        // ask for 2 MiB pages in the arena and count them, and enter all of it into the page table
 };
 
 struct ServerCounters {
@@ -69,6 +70,8 @@ class JobServer {
   // Bytes of the arena in 2 MiB pages when it was attached; -1: not asked for, or the system does not tell (huge_note says why).
   int64_t huge_bytes() const { return huge_bytes_; }
   const std::string& huge_note() const { return huge_note_; }
+  // Bytes of the records in this process's page table, from the front; 0 when huge_pages was not asked for.
+  uint64_t mapped_bytes() const { return pages_ == nullptr ? 0 : pages_->filled(); }
   const ServerCounters& counters() const { return counters_; }
 
  private:
@@ -89,6 +92,8 @@ class JobServer {
   AbiCtlHeader& words_;
   const ServerOptions options_;
   MoePool* pool_ = nullptr;
+  const int64_t spin_ns_;
+  uint64_t awake_until_ns_ = 0;  // by polling: after a job the next one is near
   int64_t huge_bytes_ = -1;
   std::string huge_note_ = "not asked for";
   ServerStep state_ = ServerStep::kIdle;
@@ -111,6 +116,7 @@ class JobServer {
   std::atomic<uint64_t> progress_{0};
   std::atomic<uint64_t> computing_since_ns_{0};  // 0: not inside the kernel
   std::thread beat_thread_;
+  std::unique_ptr<PageTableFill> pages_;  // ends before arena_
 };
 
 }  // namespace glm53

@@ -126,18 +126,18 @@ TierOptions parse_tier_options(const std::string& text) {
 
 ServerOptions parse_server_options(const std::string& text) {
   ServerOptions o;
-  int64_t spin_us = o.spin_ns / 1000;
+  int64_t spin_us = -1;
   parse(text, {
                   {"variant", variant(&o.variant)},
                   {"threads", number("threads", &o.threads, 1, 1024)},
                   {"cpus", cpu_list(&o.cpus)},
                   {"beat_thread", choice<bool>("beat_thread", &o.beat_thread, {{"0", false}, {"1", true}})},
                   {"experts_per_step", number("experts_per_step", &o.experts_per_step, 0, 65536)},
-                  {"spin_us", number("spin_us", &spin_us, 0, 100000)},
+                  {"spin_us", number("spin_us", &spin_us, -1, 100000)},
                   {"tune", choice<bool>("tune", &o.tune, {{"0", false}, {"1", true}})},
                   {"huge_pages", choice<bool>("huge_pages", &o.huge_pages, {{"0", false}, {"1", true}})},
               });
-  o.spin_ns = spin_us * 1000;
+  o.spin_ns = spin_us < 0 ? -1 : spin_us * 1000;
   return o;
 }
 

@@ -1,0 +1,74 @@
+"""How cpu_expert waits, and that its page table is ready: neither costs anything while nobody asks."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import time
+
+import pytest
+
+from kernels.python import host
+from kernels.python.job_server import JobServer
+from tests.tier.harness import EXPERTS, LAYERS, Stage, wait_until
+
+
+def mapped(path: str) -> list[int]:
+    """Bytes in the page table of each mapping of a file, in the order of its addresses."""
+    found, ours = [], False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            ours = line.endswith(path)
+        elif ours and line.startswith("Rss:"):
+            found.append(int(line.split()[1]) * 1024)
+    return found
+
+
+def test_an_idle_server_does_not_poll(made: Stage) -> None:
+    """It polls after a job alone: rounds of a server that may poll for as long as it likes cost next to nothing."""
+    server = JobServer(made.ctl_path, made.arena_path, spin_us=100_000)
+    try:
+        server.run(50)  # acknowledges the epoch
+        time.sleep(0.11)
+        before = time.thread_time()
+        for _ in range(6):
+            server.run(50)
+        assert time.thread_time() - before < 0.1
+    finally:
+        server.close()
+
+
+def test_the_page_table_holds_every_record_before_one_is_asked_for(made: Stage) -> None:
+    """With huge_pages all records are entered, whatever the size of their pages; without it none is."""
+    server = JobServer(made.ctl_path, made.arena_path)
+    try:
+        assert server.stats()["mapped_bytes"] == 0
+        without = sorted(mapped(made.arena_path))
+    finally:
+        server.close()
+    records = LAYERS * EXPERTS * (made.arena.record(0, 1).ctypes.data - made.arena.record(0, 0).ctypes.data)
+    server = JobServer(made.ctl_path, made.arena_path, huge_pages=True, threads=2)
+    try:
+        assert wait_until(lambda: server.stats()["mapped_bytes"] == records)
+        whole = sorted(mapped(made.arena_path))
+    finally:
+        server.close()
+    assert len(without) == len(whole) == 2  # the maker's own mapping, and the server's
+    assert without[-1] < records <= whole[-1]
+
+
+def test_threads_poll_for_long_only_where_there_are_cpus_to_spare() -> None:
+    """Two CPUs beside the pool's are enough; otherwise a poll would take them from who computes."""
+    cpus = len(os.sched_getaffinity(0))
+    expected = [4_000_000 if threads + 2 <= cpus else 20_000 for threads in range(1, cpus + 2)]
+    assert [host.hot_ns(threads) for threads in range(1, cpus + 2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cpus"),
+    [("150000 100000\n", 1), ("1600000 100000\n", 16), ("50000 100000", 0), ("max 100000\n", 2**32 - 1), ("", 2**32 - 1)],
+)
+def test_a_quota_of_cpu_time_counts_as_so_many_cpus(cpu_max: str, cpus: int) -> None:
+    """What a control group grants, and the two ways of granting everything."""
+    assert host.quota_cpus(cpu_max) == cpus
