@@ -75,6 +75,44 @@ int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, do
   });
 }
 
+namespace {
+
+glm53::LaneRates read_rates(const double* values) {
+  glm53::LaneRates rates;
+  rates.job_us = values[0];
+  std::copy(values + 1, values + 9, rates.expert_us.begin());
+  return rates;
+}
+
+void write_rates(const glm53::LaneRates& rates, double* values) {
+  values[0] = rates.job_us;
+  std::copy(rates.expert_us.begin(), rates.expert_us.end(), values + 1);
+}
+
+}  // namespace
+
+int glm53_pager_rates(const uint32_t* experts, const uint32_t* rows, const double* us, uint32_t num_jobs, double* rates) {
+  return guarded(-1, [&] {
+    glm53::LaneTimings timings;
+    for (uint32_t i = 0; i < num_jobs; ++i) timings.add({experts[i], rows[i]}, us[i]);
+    write_rates(timings.rates(read_rates(rates)), rates);
+    return 0;
+  });
+}
+
+int glm53_pager_learn(const uint32_t* experts, const double* us, uint32_t num_jobs, double* rates) {
+  return guarded(-1, [&] {
+    glm53::DeviceCosts costs({1.0}, 0, 0, 0, {});
+    costs.set_lane(read_rates(rates));
+    for (uint32_t i = 0; i < num_jobs; ++i) {
+      const std::vector<glm53::CostedMiss> misses(experts[i], glm53::CostedMiss{1});
+      costs.saw_job(0, misses.data(), experts[i], us[i]);
+    }
+    write_rates(costs.lane(), rates);
+    return 0;
+  });
+}
+
 int64_t glm53_pager_forecast(uint32_t num_layers, const uint32_t* layer, const uint32_t* rows, const uint64_t* now_ns,
                              const double* predicted_us, uint32_t num_requests, double* error_pct) {
   return guarded<int64_t>(-1, [&] {

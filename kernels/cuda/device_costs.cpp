@@ -12,6 +12,9 @@ constexpr double kStart = 0.92, kStay = 0.97;  // of the time without the lane: 
 constexpr double kRestGain = 0.1;              // about the last ten steps count
 constexpr double kLinkFixedUs = 5;             // prior: what the first copy of a step costs beyond its bytes
 constexpr double kUnknownJobUs = 60;
+// A job that took so many times its prediction lost its CPUs for a while: it counts as just that many, and only jobs that keep coming late
+// make the lane dear.
+constexpr double kLateJob = 2;
 constexpr double kLeastSlope = 0.5;  // of the probe, which saw experts at their quickest: jobs of one size must not make them free
 
 }  // namespace
@@ -22,14 +25,21 @@ DeviceCosts::DeviceCosts(std::vector<double> layer_scale, double kernel_a_us, do
       kernel_a_us_(kernel_a_us),
       kernel_b_us_(kernel_b_us),
       overrides_(overrides),
-      line_(kUnknownJobUs, 1.0, 1.0),
+      line_(kUnknownJobUs, 1.0, 1.0, kLateJob),
       link_(kLinkFixedUs, link_us, 1.0) {}
 
 void DeviceCosts::set_lane(const LaneRates& rates) {
   lane_ = rates;
-  line_ = OnlineLine(rates.job_us, 1.0, std::max(rates.expert_us[0], 1e-3));
+  line_ = OnlineLine(rates.job_us, 1.0, std::max(rates.expert_us[0], 1e-3), kLateJob);
   lane_known_ = true;
   using_lane_ = false;
+}
+
+LaneRates DeviceCosts::lane() const {
+  LaneRates now = lane_;
+  now.job_us = line_.a();
+  for (double& us : now.expert_us) us *= slope();
+  return now;
 }
 
 void DeviceCosts::set_link(double record_us) { link_ = OnlineLine(kLinkFixedUs, record_us, 1.0); }
@@ -64,7 +74,7 @@ double DeviceCosts::lane_us(uint32_t layer, const CostedMiss* misses, uint32_t c
 
 uint32_t DeviceCosts::choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most) {
   const uint32_t total = static_cast<uint32_t>(misses.size());
-  if (!lane_known_ && (overrides_.ct_a_us < 0 || overrides_.ct_b_us < 0)) return 0;
+  if (!lane_known_ && lane_measured()) return 0;
   double best = device_us(hits + total, total) * (using_lane_ ? kStay : kStart);
   uint32_t chosen = 0;
   for (uint32_t count = 1; count <= std::min(total, most); ++count) {

@@ -33,6 +33,8 @@ class DeviceCosts {
 
   // A new lane has been probed; what was learned about the one before is forgotten.
   void set_lane(const LaneRates& rates);
+  // What a job and its experts cost as far as is known now: the probe's rates, corrected by the jobs since.
+  LaneRates lane() const;
   void set_link(double record_us);
 
   double device_us(uint32_t computed, uint32_t copied) const;
@@ -49,6 +51,8 @@ class DeviceCosts {
   double expert_us(uint32_t rows) const;
   double link_us() const { return overrides_.ct_tzc_us >= 0 ? overrides_.ct_tzc_us : link_.b(); }
   bool lane_known() const { return lane_known_; }
+  // False when both costs of the lane were given: nothing that is timed changes them.
+  bool lane_measured() const { return overrides_.ct_a_us < 0 || overrides_.ct_b_us < 0; }
 
  private:
   // What an expert costs over its nominal time.

@@ -1,16 +1,26 @@
 #include "cuda/device_lane.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "tier/error.h"
+#include "tier/spin.h"
 
 namespace glm53 {
 namespace {
 
-constexpr uint32_t kProbeRounds = 3;
 constexpr uint32_t kProbeExperts = 4;
+constexpr ProbeJob kProbeJobs[] = {{1, 1}, {kProbeExperts, 1}, {2, 1}, {kProbeExperts, 2}, {kProbeExperts, 4}, {kProbeExperts, 8}};
+constexpr uint32_t kProbeRounds = 12;       // the first wakes threads and CPUs and does not count
 constexpr double kProbeBudgetUs = 250'000;  // big experts on a slow kernel: what was seen by then has to do
-constexpr uint16_t kHalfOne = 0x3C00;       // 1.0 in fp16
+// Of a series while steps go on, the first ones wake threads and do not count.
+constexpr ProbeJob kSeries[] = {{1, 1}, {2, 1}, {1, 1}, {kProbeExperts, 1}, {2, 1}, {kProbeExperts, 1}, {1, 1}, {2, 1}, {1, 1}, {4, 1}};
+constexpr uint32_t kSeriesWarm = 2, kSeriesLength = sizeof(kSeries) / sizeof(kSeries[0]);
+constexpr uint64_t kFirstSeriesNs = 300'000'000;  // after the probe, which may have met a machine that was still starting
+// Without a job for so long, then twice as long each time while nothing new is found: a series reads some 20 records.
+constexpr uint64_t kSeriesNs = 1'000'000'000, kLongestSeriesNs = 8'000'000'000;
+constexpr double kNews = 0.2;          // a job of kProbeExperts costs so much more or less than was thought
+constexpr uint16_t kHalfOne = 0x3C00;  // 1.0 in fp16
 constexpr int64_t kBellNs = 1'000'000;
 constexpr uint64_t kHoldOffNs = 500'000'000, kLongestHoldOffNs = 60'000'000'000;
 constexpr uint32_t kTrustedJobs = 64;  // served in a row: a server that was too slow is not any more
@@ -28,6 +38,7 @@ DeviceLane::DeviceLane(const PagerSpec& spec, const PagerFast& fast, const Arena
       region_on_device_(fast.region_on_device),
       own_rows_(fast.own_rows),
       own_rows_on_device_(fast.own_rows_on_device),
+      series_pause_ns_(kSeriesNs),
       hold_off_ns_(kHoldOffNs) {
   const AbiCtlHeader& words = region.words();
   if (words.max_rows < spec.max_rows || words.max_picks < spec.max_rows * spec.top_k) {
@@ -99,6 +110,9 @@ bool DeviceLane::submit(uint64_t number, uint32_t layer, uint32_t rows, const st
   buffer_ = buffer_of(number);
   submitted_ns_ = abi_now_ns();
   seq_ = lane_.submit_in_place(job_, buffer_, submitted_ns_);
+  // A lane in use tells its costs itself.
+  end_series(submitted_ns_, kSeriesNs);
+  series_pause_ns_ = kSeriesNs;
   return seq_ != 0;
 }
 
@@ -143,22 +157,30 @@ void DeviceLane::wait_for_bell() {
   lane_.check_lease(abi_now_ns());
 }
 
-double DeviceLane::time_job(uint32_t experts, uint32_t rows) {
+uint32_t DeviceLane::timed_experts() const {
+  return std::min({kProbeExperts, arena_.header().experts_per_layer, region_.words().max_picks / max_rows_});
+}
+
+uint64_t DeviceLane::submit_timed(ProbeJob size, uint64_t now_ns) {
   LaneJob job;
-  job.num_rows = rows;
-  for (uint32_t e = 0; e < experts; ++e) {
+  job.num_rows = std::min(size.rows, region_.words().max_rows);
+  for (uint32_t e = 0; e < std::min(size.experts, timed_experts()); ++e) {
     // Other records each time: steps do not find theirs in a cache either.
     const uint32_t record = probe_record_++ % arena_.header().experts_per_layer;
-    job.experts.push_back({record, arena_.generation_of(record), e * rows, rows});
-    for (uint32_t row = 0; row < rows; ++row) {
+    job.experts.push_back({record, arena_.generation_of(record), e * job.num_rows, job.num_rows});
+    for (uint32_t row = 0; row < job.num_rows; ++row) {
       job.outs.push_back(static_cast<uint32_t>(job.rows.size()));
       job.rows.push_back(row);
     }
   }
-  const uint32_t buffer = region_.words().num_buffers - 1;
+  return lane_.submit_in_place(job, region_.words().num_buffers - 1, now_ns);
+}
+
+double DeviceLane::time_job(ProbeJob job) {
   const uint64_t start_ns = abi_now_ns();
-  const uint64_t seq = lane_.submit_in_place(job, buffer, start_ns);
+  const uint64_t seq = submit_timed(job, start_ns);
   if (seq == 0) return -1;
+  Spinner spinner(kLaneSpinNs);
   for (;;) {
     const uint32_t seen = lane_.bell();
     LaneResult result;
@@ -169,6 +191,8 @@ double DeviceLane::time_job(uint32_t experts, uint32_t rows) {
       lane_.release(result.buffer);
       return us;
     }
+    // As a step's job is awaited: a sleep would count its own wake-up.
+    if (spinner.spin()) continue;
     lane_.wait(seen, kBellNs);
     lane_.check_lease(abi_now_ns());
   }
@@ -177,38 +201,67 @@ double DeviceLane::time_job(uint32_t experts, uint32_t rows) {
 bool DeviceLane::probe(LaneRates* rates, const std::function<void()>& busy) {
   probed_ = true;
   const AbiCtlHeader& words = region_.words();
-  const uint32_t experts = std::min({kProbeExperts, arena_.header().experts_per_layer, words.max_picks / max_rows_});
   uint16_t* x = reinterpret_cast<uint16_t*>(region_.x(words.num_buffers - 1));
   std::fill(x, x + static_cast<size_t>(words.max_rows) * words.hidden, kHalfOne);
-  // [0]: one expert, one row; then all of them with 1, 2, 4 and 8 rows. The least of the rounds: what a job takes when nothing disturbs it.
-  constexpr uint32_t kRows[] = {1, 2, 4, 8};
-  double least[5] = {};
+  LaneTimings timings;
   const uint64_t start_ns = abi_now_ns();
-  for (uint32_t round = 0; round < kProbeRounds && (round == 0 || us_since(start_ns) < kProbeBudgetUs); ++round) {
-    for (uint32_t i = 0; i < 5; ++i) {
+  for (uint32_t round = 0; round < kProbeRounds && us_since(start_ns) < kProbeBudgetUs; ++round) {
+    // Beside jobs that take tens of milliseconds a wake-up is nothing, and there is no time for a second round.
+    if (round == 1 && us_since(start_ns) < kProbeBudgetUs / 2) timings = LaneTimings();
+    for (const ProbeJob job : kProbeJobs) {
       busy();
-      const double us = time_job(i == 0 ? 1 : experts, std::min(i == 0 ? 1 : kRows[i - 1], words.max_rows));
+      const double us = time_job(job);
       if (us < 0) {
         look(abi_now_ns());
         return false;
       }
-      least[i] = round == 0 ? us : std::min(least[i], us);
+      timings.add({std::min(job.experts, timed_experts()), job.rows}, us);
     }
   }
-  double one = least[0];
-  rates->job_us = 0;
-  if (experts > 1) {
-    one = std::max((least[1] - least[0]) / (experts - 1), 1e-3);
-    rates->job_us = std::max(least[0] - one, 0.0);
-  }
-  double at[4];
-  for (uint32_t i = 0; i < 4; ++i) at[i] = std::max((least[i + 1] - rates->job_us) / experts, i == 0 ? 1e-3 : at[i - 1]);
-  for (uint32_t rows = 1; rows <= 8; ++rows) {
-    const uint32_t i = rows <= 2 ? 0 : rows <= 4 ? 1 : 2;
-    const double share = static_cast<double>(rows - kRows[i]) / (kRows[i + 1] - kRows[i]);
-    rates->expert_us[rows - 1] = at[i] + share * (at[i + 1] - at[i]);
-  }
+  *rates = timings.rates({});
+  end_series(abi_now_ns(), kFirstSeriesNs);
+  series_pause_ns_ = kSeriesNs;
   return true;
+}
+
+void DeviceLane::end_series(uint64_t now_ns, uint64_t pause_ns) {
+  series_ = LaneTimings();
+  series_at_ = 0;
+  next_series_ns_ = now_ns + pause_ns;
+}
+
+bool DeviceLane::sample(uint64_t now_ns, LaneRates* rates) {
+  if (sample_seq_ != 0) {
+    LaneResult result;
+    const LaneClient::Poll poll = lane_.poll(sample_seq_, now_ns, &result);
+    if (poll == LaneClient::Poll::kPending) return false;
+    sample_seq_ = 0;
+    if (poll == LaneClient::Poll::kFailed) {
+      look(now_ns);
+      end_series(now_ns, series_pause_ns_);
+      return false;
+    }
+    lane_.release(result.buffer);
+    // By the server's clock, which is ours: it is not awaited, so it may have been answered long ago.
+    const double us = static_cast<double>(result.done_ns - sampled_ns_) * 1e-3;
+    const ProbeJob job = kSeries[std::min(series_at_, kSeriesLength - 1)];
+    if (series_at_ >= kSeriesWarm) series_.add({std::min(job.experts, timed_experts()), job.rows}, us);
+    ++series_at_;
+  }
+  if (series_at_ >= kSeriesLength) {
+    const LaneRates before = *rates;
+    *rates = series_.rates(before);
+    const auto cost = [](const LaneRates& r) { return r.job_us + kProbeExperts * r.expert_us[0]; };
+    const bool news = std::abs(cost(*rates) - cost(before)) > kNews * cost(before);
+    series_pause_ns_ = news ? kSeriesNs : std::min(2 * series_pause_ns_, kLongestSeriesNs);
+    end_series(now_ns, series_pause_ns_);
+    ++counters_.samples;
+    return true;
+  }
+  if (!up() || !probed_ || now_ns < next_series_ns_) return false;
+  sampled_ns_ = now_ns;
+  sample_seq_ = submit_timed(kSeries[series_at_], now_ns);
+  return false;
 }
 
 DeviceLane::Snapshot DeviceLane::snapshot() const { return {up(), lane_.reason(), lane_.since_ns(), lane_.counters(), counters_}; }

@@ -1,5 +1,7 @@
 #include "cuda/device_pager.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 
 #include "cuda/device_driver.h"
@@ -10,7 +12,7 @@ namespace {
 
 constexpr uint64_t kNoPass = ~UINT64_C(0);
 constexpr uint64_t kNeverOver = ~UINT64_C(0);
-constexpr int64_t kSpinNs = 2'000'000;
+constexpr int64_t kSpinNs = 2'000'000;  // after a step
 constexpr uint64_t kIdleNs = 50'000'000;
 constexpr uint64_t kStopNs = 5'000'000'000;  // how long a stop waits for a device that was told to ask
 
@@ -74,15 +76,19 @@ void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* s
 }
 
 void DevicePager::run() {
+  pthread_setname_np(pthread_self(), "pager");
   check(driver_.context_set(context_));
   uint64_t served = 0;
+  int64_t spin_ns = 0;
   // A stop answers what the device was told to ask: it must not wait for ever.
   while (!stop_.load(std::memory_order_acquire) || armed_.value() > served) {
-    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, kSpinNs)) {
+    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, spin_ns)) {
+      spin_ns = 0;  // nothing is being decoded: a poll before every idle look would take a share of a CPU for ever
       if (fast_ != nullptr) look_at_lane();
       continue;
     }
     if (!wait_for_request(served + 1)) return;
+    spin_ns = kSpinNs;
     ++served;
     const Step& step = ring_[served % kRing];
     if (fast_ != nullptr) {

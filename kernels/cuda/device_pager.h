@@ -75,7 +75,7 @@ struct FastParts {
   uint32_t placement = PAGER_BY_COST;
   uint32_t unused = 0, useful = 0;   // steps in a row for which the costs chose no lane, and one
   std::vector<CostedMiss> job_rows;  // of `job`
-  uint64_t evictions = 0, probed_ns = 0;
+  uint64_t evictions = 0;
   uint32_t links_timed = 0;
   DeviceLane::Snapshot lane_seen{};
 };
@@ -138,7 +138,8 @@ class DevicePager {
   bool start_job(const Step& step, uint64_t number);
   void fetch(const Step& step, uint64_t pass);
   void evict_at_random(uint64_t pass);
-  void probe_lane(bool busy_link);
+  void probe_lane();
+  void sample_lane();
   void look_at_lane();
   double time_link();
   void follow(uint64_t number, uint32_t layer, uint32_t copies, bool job, uint64_t replied_ns);

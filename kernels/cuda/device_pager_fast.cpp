@@ -9,10 +9,9 @@
 namespace glm53 {
 namespace {
 
-constexpr int64_t kLaneSpinNs = 2'000'000;          // most jobs are shorter: while one runs the device may be waiting
 constexpr uint64_t kLongestLandingNs = 20'000'000;  // copies that take longer are not timed
 constexpr uint64_t kProbeCopyNs = 1'000'000'000;
-constexpr uint64_t kReprobeNs = 60'000'000'000;
+constexpr double kProbeBacklogUs = 1000;  // copies that are under way when a job of the probe begins: about as long as it takes
 constexpr uint32_t kProbeCopies = 4;
 constexpr uint32_t kSleepAfter = 512, kWakeAfter = 4;  // steps in a row without and with a use for the lane
 
@@ -139,7 +138,7 @@ void DevicePager::answer_fast(uint64_t number, const Step& step) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     sent_ = false;
-    if (f.lane != nullptr && f.lane->begin(seen_ns) && f.lane->needs_probe()) probe_lane(true);
+    if (f.lane != nullptr && f.lane->begin(seen_ns) && f.lane->needs_probe()) probe_lane();
     group(step, number);
     const bool lane = step.with_x && lane_up();
     const double predicted_us = choose_by_cost(step, number, lane);
@@ -354,7 +353,11 @@ void DevicePager::follow(uint64_t number, uint32_t layer, uint32_t copies, bool 
     f.stats.lane_us += f.lane->job_us();
   }
   if (landed_ns != 0 && answered_ns > landed_ns) f.stats.overrun_us += us_between(landed_ns, answered_ns);
-  if (job) f.lane_seen = f.lane->snapshot();
+  if (job) {
+    f.lane_seen = f.lane->snapshot();
+  } else {
+    sample_lane();
+  }
 }
 
 void DevicePager::raise_lane_reply(uint64_t number, uint64_t rows_at) {
@@ -366,31 +369,38 @@ void DevicePager::raise_lane_reply(uint64_t number, uint64_t rows_at) {
 void DevicePager::look_at_lane() {
   FastParts& f = *fast_;
   if (f.lane == nullptr) return;
-  const uint64_t now_ns = abi_now_ns();
   const std::lock_guard<std::mutex> lock(mutex_);
-  f.lane->watch(now_ns);
-  // A lane that was given up is looked at again when nobody waits: its machine may be less busy now.
-  if (lane_up() && !f.lane_wanted.load(std::memory_order_acquire) && now_ns > f.probed_ns + kReprobeNs) probe_lane(false);
+  f.lane->watch(abi_now_ns());
   f.lane_seen = f.lane->snapshot();
 }
 
-void DevicePager::probe_lane(bool busy_link) {
+void DevicePager::probe_lane() {
   FastParts& f = *fast_;
-  if (busy_link && spec_.num_transit > 0) {
+  if (spec_.num_transit > 0) {
     if (const double us = time_link(); us > 0) f.costs.set_link(us);
   }
-  LaneRates rates;
+  // The link is busy all the time, but what is under way stays short: this step's own records queue behind it.
+  const uint64_t start_ns = abi_now_ns();
+  double busy_until_us = 0;
   const auto busy = [&] {
-    if (!busy_link || spec_.num_transit == 0) return;
-    for (uint32_t i = 0; i < kProbeCopies; ++i)
-      check(driver_.copy_to_device(in_slot(0), spec_.host, spec_.record_stride, spec_.copy_stream));
+    if (spec_.num_transit == 0) return;
+    const double now_us = us_between(start_ns, abi_now_ns());
+    for (busy_until_us = std::max(busy_until_us, now_us); busy_until_us < now_us + kProbeBacklogUs; busy_until_us += f.costs.link_us()) {
+      if (!check(driver_.copy_to_device(in_slot(0), spec_.host, spec_.record_stride, spec_.copy_stream))) return;
+    }
   };
-  const bool known = f.lane->probe(&rates, busy);
-  f.probed_ns = abi_now_ns();
-  if (!known) return;
+  LaneRates rates;
+  if (!f.lane->probe(&rates, busy)) return;
   f.costs.set_lane(rates);
   f.unused = f.useful = 0;
   f.lane_wanted.store(true, std::memory_order_release);
+}
+
+void DevicePager::sample_lane() {
+  FastParts& f = *fast_;
+  if (f.lane == nullptr || !f.costs.lane_known() || !f.costs.lane_measured()) return;
+  LaneRates rates = f.costs.lane();
+  if (f.lane->sample(abi_now_ns(), &rates)) f.costs.set_lane(rates);
 }
 
 double DevicePager::time_link() {
@@ -466,7 +476,7 @@ std::string DevicePager::fast_stats() {
   state.add("for_s", lane.since_ns == 0 ? 0.0 : us_between(lane.since_ns, abi_now_ns()) * 1e-6);
   state.add("wanted", uint64_t{f.lane_wanted.load(std::memory_order_acquire)});
   state.add("ups", lane.lane.ups).add("aborts", lane.lane.aborts).add("jobs", lane.lane.submitted).add("done", lane.lane.done);
-  state.add("refused", lane.lane.refused).add("full", lane.lane.full + t.lane_full);
+  state.add("samples", lane.counters.samples).add("refused", lane.lane.refused).add("full", lane.lane.full + t.lane_full);
   JsonObject o;
   o.add_raw("lane", state.text()).add_raw("picks", lane_counts_json(by_lane)).add_raw("experts", lane_counts_json(t.experts));
   o.add_raw("picks_by_layer", by_layer + "]").add("evictions", f.evictions).add("masked_picks", t.masked_picks);

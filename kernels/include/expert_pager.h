@@ -123,6 +123,11 @@ ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);
  * expert with 1..8 rows; job_us < 0: there was no probe. predicted_us: [2], device and lane. */
 ABI_API int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, double job_us, const double* lane_us, uint32_t hits,
                               const uint32_t* miss_rows, uint32_t num_misses, double* predicted_us);
+/* What jobs that were timed for it say about the lane, without a device: job i had experts[i] experts with rows[i] rows each and took
+ * us[i]. rates: [9], what a job costs by itself and an expert with 1..8 rows; in: what was known before (all 0: nothing). */
+ABI_API int glm53_pager_rates(const uint32_t* experts, const uint32_t* rows, const double* us, uint32_t num_jobs, double* rates);
+/* What the lane is thought to cost after jobs of experts[i] experts with one row took us[i]. rates: [9] as above, in and out. */
+ABI_API int glm53_pager_learn(const uint32_t* experts, const double* us, uint32_t num_jobs, double* rates);
 /* How well whole decode steps are foretold, without a device: requests of layer[i] with rows[i] rows were seen at now_ns[i] and their layer
  * step was planned to take predicted_us[i]. error_pct: the median over the returned number of steps. */
 ABI_API int64_t glm53_pager_forecast(uint32_t num_layers, const uint32_t* layer, const uint32_t* rows, const uint64_t* now_ns,

@@ -198,6 +198,30 @@ def split(
     return int(chosen), (float(predicted[0]), float(predicted[1]))
 
 
+Rates = tuple[float, list[float]]  # microseconds of a job by itself, and [8] of one expert with 1..8 rows
+
+
+def rates(jobs: Sequence[tuple[int, int, float]], before: Rates = (0.0, [0.0] * 8)) -> Rates:
+    """What timed jobs, (experts, rows, microseconds) each, say about the CPU lane. before: what was known."""
+    experts, rows, us = zip(*jobs, strict=True)
+    values = (ctypes.c_double * 9)(before[0], *before[1])
+    count, words = len(jobs), ctypes.c_uint32 * len(jobs)
+    arguments = (words(*experts), words(*rows), (ctypes.c_double * count)(*us))
+    if load().glm53_pager_rates(*(ctypes.addressof(a) for a in arguments), count, values) < 0:
+        raise_last(load())
+    return values[0], list(values[1:])
+
+
+def learn(jobs: Sequence[tuple[int, float]], before: Rates) -> Rates:
+    """What the CPU lane is thought to cost after jobs, (experts, microseconds) each, of one row. before: what the probe said."""
+    experts, us = zip(*jobs, strict=True)
+    values, count = (ctypes.c_double * 9)(before[0], *before[1]), len(jobs)
+    arguments = ((ctypes.c_uint32 * count)(*experts), (ctypes.c_double * count)(*us))
+    if load().glm53_pager_learn(*(ctypes.addressof(a) for a in arguments), count, values) < 0:
+        raise_last(load())
+    return values[0], list(values[1:])
+
+
 def forecast(
     num_layers: int,
     layers: npt.NDArray[np.uint32],

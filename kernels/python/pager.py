@@ -234,6 +234,8 @@ def load() -> Any:
             "glm53_pager_lane_up": ([pointer], ctypes.c_int),
             "glm53_pager_fast_stats": ([pointer], ctypes.c_char_p),
             "glm53_pager_split": ([real, real, real, real, pointer, u32, pointer, u32, pointer], ctypes.c_int),
+            "glm53_pager_rates": ([pointer, pointer, pointer, u32, pointer], ctypes.c_int),
+            "glm53_pager_learn": ([pointer, pointer, u32, pointer], ctypes.c_int),
             "glm53_pager_forecast": ([u32, pointer, pointer, pointer, pointer, u32, pointer], ctypes.c_int64),
             "glm53_pager_put": ([pointer, u32, u32], ctypes.c_int),
             "glm53_pager_vacate": ([pointer, u32, u32], ctypes.c_int),

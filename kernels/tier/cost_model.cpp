@@ -8,7 +8,6 @@ namespace {
 
 constexpr double kForget = 0.98;     // about the last 50 jobs count
 constexpr double kPriorWeight = 2;   // of each of the two prior points
-constexpr double kOutlier = 5;       // a job that took so many times its prediction was descheduled: it counts as just that many
 constexpr double kRoundTripUs = 60;  // prior: two wake-ups, and a peer whose kernel is as fast as ours
 
 }  // namespace
@@ -21,13 +20,13 @@ void OnlineLine::Sums::add(double at_x, double at_y, double times) {
   xy += times * at_x * at_y;
 }
 
-OnlineLine::OnlineLine(double a, double b, double scale) : a_(a), b_(b) {
+OnlineLine::OnlineLine(double a, double b, double scale, double outlier) : a_(a), b_(b), outlier_(outlier) {
   prior_.add(0, a, kPriorWeight);
   prior_.add(2 * scale, a + b * 2 * scale, kPriorWeight);
 }
 
 void OnlineLine::add(double x, double y) {
-  const double bounded = std::min(y, kOutlier * (a_ + b_ * x));
+  const double bounded = std::min(y, outlier_ * (a_ + b_ * x));
   for (double* sum : {&seen_.weight, &seen_.x, &seen_.y, &seen_.xx, &seen_.xy}) *sum *= kForget;
   seen_.add(x, bounded, 1);
   const double weight = prior_.weight + seen_.weight;

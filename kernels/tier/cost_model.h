@@ -11,8 +11,8 @@ namespace glm53 {
 // size cannot tell the slope from the intercept.
 class OnlineLine {
  public:
-  // scale: a typical x.
-  OnlineLine(double a, double b, double scale);
+  // scale: a typical x. outlier: a point that lies so many times higher than the line counts as just that many.
+  OnlineLine(double a, double b, double scale, double outlier = 5);
   void add(double x, double y);
   double a() const { return a_; }
   double b() const { return b_; }
@@ -22,7 +22,7 @@ class OnlineLine {
     double weight = 0, x = 0, y = 0, xx = 0, xy = 0;
     void add(double at_x, double at_y, double times);
   };
-  double a_, b_;
+  double a_, b_, outlier_;
   Sums prior_, seen_;
 };
 

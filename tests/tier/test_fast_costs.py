@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.python.fast_pager import forecast, split
+from kernels.python.fast_pager import forecast, learn, rates, split
 
 KERNEL = (10.0, 5.5)  # an H200's: fixed, per expert
 H200_LINK = 188.0  # one 9.4 MB record
@@ -66,6 +66,64 @@ def test_a_derated_link_sends_more_to_the_lane() -> None:
 def test_an_unprobed_lane_gets_nothing() -> None:
     """Before it was timed its cost is not known."""
     assert split(0, [1] * 8, kernel_us=KERNEL, link_us=10_000.0, job_us=None, expert_us=lane(1.0))[0] == 0
+
+
+def test_a_line_through_the_medians_tells_job_and_expert_apart() -> None:
+    """60 us a job and 200 an expert, each size disturbed once by milliseconds and once by a lucky cache."""
+    jobs = [(n, 1, 60.0 + 200 * n + noise) for n in (1, 2, 4) for noise in (-50, 0, 0, 0, 9000)]
+    job, expert = rates(jobs)
+    assert job == pytest.approx(60)
+    assert expert[0] == pytest.approx(200)
+
+
+def test_more_rows_cost_what_they_were_timed_at_and_a_straight_line_between() -> None:
+    """Four experts with 2, 4 and 8 rows."""
+    jobs = [(1, 1, 150.0), (4, 1, 450.0), (4, 2, 50 + 4 * 120.0), (4, 4, 50 + 4 * 160.0), (4, 8, 50 + 4 * 320.0)]
+    job, expert = rates(jobs)
+    assert job == pytest.approx(50)
+    assert expert == pytest.approx([100, 120, 140, 160, 200, 240, 280, 320])
+
+
+def test_rows_that_were_not_timed_keep_their_ratio() -> None:
+    """A series of jobs with one row halves an expert: every number of rows is halved."""
+    job, expert = rates([(1, 1, 110.0), (2, 1, 210.0), (4, 1, 410.0)], (3673.0, lane(200.0)))
+    assert job == pytest.approx(10)
+    assert expert == pytest.approx(lane(100.0))
+
+
+def test_timings_that_would_make_a_job_cost_less_than_nothing_give_a_line_through_the_origin() -> None:
+    """One expert so quick that the line would begin below zero; and jobs of one size, which say nothing of the job by itself."""
+    job, expert = rates([(1, 1, 50.0), (4, 1, 800.0)])
+    assert job == 0
+    assert expert[0] == pytest.approx((50 + 4 * 800) / 17)
+    assert rates([(1, 1, 70.0), (1, 1, 80.0)])[0] == 0
+    assert rates([(1, 1, 70.0), (1, 1, 80.0)])[1][0] == pytest.approx(75)
+
+
+def test_without_a_job_of_one_row_nothing_is_known_that_was_not_known_before() -> None:
+    """The rates stay."""
+    assert rates([(4, 2, 500.0)], (60.0, lane(200.0))) == (60.0, lane(200.0))
+
+
+def test_one_late_job_hardly_makes_the_lane_dearer() -> None:
+    """One of fifty jobs took 10 ms; a job of three experts still costs what the others took, within a few percent."""
+    steady = [(n, 60.0 + 200 * n) for n in (1, 2, 3, 4)] * 12
+    job, expert = learn([*steady[:24], (2, 10_000.0), *steady[24:]], (60.0, lane(200.0)))
+    assert job + 3 * expert[0] == pytest.approx(660, rel=0.05)
+    assert job < 100
+
+
+def test_one_late_job_after_the_probe_leaves_the_lane_in_use() -> None:
+    """The very first job takes 10 ms: three misses beside a link of 188 us each are still split."""
+    job, expert = learn([(2, 10_000.0)], (60.0, lane(120.0)))
+    assert job < 200
+    assert split(5, [1] * 3, kernel_us=KERNEL, link_us=H200_LINK, job_us=job, expert_us=expert)[0] > 0
+
+
+def test_jobs_that_keep_coming_late_make_the_lane_dear() -> None:
+    """Three times as slow from now on: after fifty jobs that is what is foretold."""
+    job, expert = learn([(n, 3 * (60.0 + 200 * n)) for n in (1, 2, 3, 4)] * 12, (60.0, lane(200.0)))
+    assert job + 3 * expert[0] == pytest.approx(3 * 660, rel=0.15)
 
 
 LAYERS = 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from kernels.python.errors import KernelError
 from kernels.python.fast_pager import FastCosts, Forced
+from kernels.python.job_server import JobServer
 from kernels.python.pager import PagerPolicy
 from tests.tier.fast_world import FastWorld
 from tests.tier.harness import EXPERTS, LAYERS, Stage, cpu_expert, stage, wait_until
@@ -243,6 +245,83 @@ def test_a_lane_that_pays_is_used_and_one_that_does_not_sleeps(made: Stage) -> N
             for _ in range(5):
                 w.decode(1)
             assert w.kernels.steps_with_x == seen
+
+
+def test_a_lane_without_jobs_is_timed_while_steps_go_on(made: Stage) -> None:
+    """Beside a link that costs nothing the lane gets no pick, yet it is looked at again and again; one whose costs were given is not."""
+    with cpu_expert(made):
+        with world(made, 48, 4, 0, costs=FastCosts(kernel_a_us=0.001, kernel_b_us=0.001, ct_tzc_us=0.001)) as w:
+            assert w.wait_lane()
+            background = Decoding(w)
+            assert wait_until(lambda: w.pager.fast_stats()["lane"]["samples"] >= 2, 60)
+            background.join()
+            stats = w.pager.fast_stats()
+            assert stats["picks"]["cpu"] == 0
+            assert stats["recomputed_picks"] == 0
+            assert stats["lane"]["jobs"] >= 2 * 10 + 12
+        made.restart_region()
+        with world(made, 49, 4, 0, costs=FastCosts(ct_a_us=5000, ct_b_us=5000, ct_tzc_us=0.01)) as w:
+            assert w.wait_lane()
+            background = Decoding(w)
+            assert background.more(3)
+            probed = w.pager.fast_stats()["lane"]["jobs"]
+            time.sleep(0.6)
+            background.join()
+            assert w.pager.fast_stats()["lane"]["jobs"] == probed
+
+
+def test_a_lane_that_was_dear_when_it_was_probed_is_taken_once_it_is_cheap(made: Stage) -> None:
+    """cpu_expert pauses before each action while it is probed and hurries later: a lane that had no job gets jobs."""
+    slow, stop = threading.Event(), threading.Event()
+    slow.set()
+    server = JobServer(made.ctl_path, made.arena_path)
+
+    def serve() -> None:
+        while not stop.is_set():
+            if slow.is_set():
+                server.step(time.monotonic_ns())
+                time.sleep(0.002)
+            else:
+                server.run(20)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    # A record takes 4 ms over this link: more than a job of the quick server, less than one of the slow, which has eight actions.
+    costs = FastCosts(ct_tzc_us=4000)
+    try:
+        with world(made, 50, 4, 0, costs=costs, policy=PagerPolicy(admit_after=1000)) as w:
+            assert w.wait_lane()
+            for _ in range(2):
+                w.decode(1)
+            dear = w.pager.fast_stats()
+            slow.clear()
+            background = Decoding(w)
+            taken = wait_until(lambda: w.pager.fast_stats()["picks"]["cpu"] > 0, 60)
+            background.join()
+    finally:
+        stop.set()
+        serving.join(60)
+        server.close()
+    assert dear["picks"]["cpu"] == 0
+    assert dear["ct_a_us"] + dear["ct_b_us"] > 10_000
+    assert taken
+
+
+def test_an_idle_pager_uses_no_cpu_time(made: Stage) -> None:
+    """Between requests its thread looks at the lane now and then, and sleeps: it polls after a step alone."""
+
+    def cpu_ns() -> int:
+        tasks = [task for task in pathlib.Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "pager"]
+        assert len(tasks) == 1
+        return int((tasks[0] / "schedstat").read_text().split()[0])
+
+    with cpu_expert(made), world(made, 51, 4, 0) as w:
+        assert w.wait_lane()
+        w.decode()
+        time.sleep(0.2)
+        before = cpu_ns()
+        time.sleep(1)
+        assert cpu_ns() - before < 10_000_000
 
 
 def test_the_cache_learns_although_the_lane_is_quicker_than_the_link(made: Stage) -> None:
