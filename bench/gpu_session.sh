@@ -6,7 +6,8 @@
 #   clean  takes everything out of memory
 #
 # Each part first does its own list, of each bench what every session must have, the most valuable first; then whatever else is missing, as
-# long as time is left; and prints one table of all figures last. Each works alone: what it needs of an earlier part it makes. What one command has measured the next ones keep until the machine is started anew.
+# long as time is left; and prints one table of all figures last. Each works alone: what it needs of an earlier part it makes. What one
+# command has measured the next ones keep until the machine is started anew.
 # OUT gets the result files while they grow. Exit: 0 when nothing failed, 1 when a step did, 2 when the machine lacks something.
 #
 #   GPU_SESSION_SECONDS  of a part (540)                    GPU_SESSION_LAYERS  MoE layers of the slice (12)
@@ -47,6 +48,11 @@ for number in "$LIMIT" "$LAYERS" "$STEPS"; do
   case $number in '' | *[!0-9]*) echo "GPU_SESSION_SECONDS, GPU_SESSION_LAYERS and GPU_SESSION_STEPS are whole numbers, not '$number'" >&2; exit 2 ;; esac
 done
 
+if [ -n "$FIDELITY" ] && [ ! -f "$FIDELITY" ]; then
+  echo "GPU_SESSION_FIDELITY: there is no file $FIDELITY" >&2
+  exit 2
+fi
+
 BOOT=$(cat /proc/sys/kernel/random/boot_id)
 if [ -e "$STATE/boot" ] && [ "$(cat "$STATE/boot")" != "$BOOT" ]; then
   rm -rf "$STATE"
@@ -85,7 +91,7 @@ command_of() {
     int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
     kept) COMMAND=(-m bench.gpu_kept --out "$STATE/gpu_kept.json")
       [ ${#DRY[@]} -eq 0 ] || COMMAND=(-m bench.gpu_kept --help) ;;
-    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_waits.py tests/gpu/test_fast.py tests/gpu/test_arena_check.py -k "not shipped_model") ;;
+    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_{waits,fast,arena_check,round_trip}.py -k "not shipped_model") ;;
     tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
   esac
 }

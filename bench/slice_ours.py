@@ -229,9 +229,9 @@ def prefill(backend: Exl3Backend, tokens: int, records: int = 0) -> dict[str, An
             was read in place.
     """
     times = []
-    before = backend.stats()
     ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
     for _ in range(2):
+        before = backend.stats()
         stream = backend.open_stream()
         try:
             torch.cuda.synchronize()
@@ -243,7 +243,7 @@ def prefill(backend: Exl3Backend, tokens: int, records: int = 0) -> dict[str, An
             backend.close_stream(stream)
     chunks = -(-tokens // CHUNK)
     row = {"tokens": tokens, "chunks": chunks, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
-    return row | (staged(before, backend.stats(), records, backend.experts._records.stride, 2 * chunks) if records else {})
+    return row | (staged(before, backend.stats(), records, backend.experts._records.stride, chunks) if records else {})
 
 
 def staged(before: Row, after: Row, records: int, stride: int, passes: int) -> Row:

@@ -122,6 +122,7 @@ def test_the_parts_share_the_work(session: Session) -> None:
 def test_the_rest_comes_behind_what_every_session_must_have(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """In either part alone; stock's rows are short ones, and bits of an earlier boot are quoted when they are given."""
     monkeypatch.chdir(session.folder)
+    (session.folder / "earlier.json").write_text("{}")
     for part in (1, 2):
         steps = session.part(part, GPU_SESSION_FIDELITY="earlier.json")[1]
         assert steps[-3:] == ["ours_rest", "fast_rest", "figures"]
@@ -235,6 +236,7 @@ def test_few_files_come_back(session: Session) -> None:
         (["3", "out"], {}, "exact on the slice, fast on the slice"),
         (["1", "out", "--dry"], {}, "exact on the slice, fast on the slice"),
         (["1", "out"], {"GPU_SESSION_SECONDS": "9m"}, "whole numbers, not '9m'"),
+        (["1", "out"], {"GPU_SESSION_FIDELITY": "/none.json"}, "there is no file /none.json"),
         (["1", "out"], {"GPU_SESSION_LAYERS": "-1"}, "whole numbers, not '-1'"),
     ],
 )
