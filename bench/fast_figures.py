@@ -164,6 +164,8 @@ def _fidelity(rows: list[Row]) -> Row:
     return {
         "placement_invariant": all(len(found) == 1 for found in hashes.values()) if len(placed) > len(hashes) else None,
         "placements": len(placed),
+        # Distances of an earlier boot may stand beside a noise floor of this one as long as `exact` has the same bits in both.
+        "exact_as_in_the_earlier_boot": next((row.get("bits_of_an_earlier_boot") for row in rows if row["name"] == "exact"), None),
         "fidelity_boot_ids": sorted({row["boot_id"] for row in rows if "boot_id" in row}),
         "positions": ours.get("positions"),
         "kl_fast_vs_exact": ours.get("kl"),

@@ -48,6 +48,7 @@ MORE = {
         "two_threads_vs_exact",
         "round_trip_us",
         "fidelity_boot_ids",
+        "exact_as_in_the_earlier_boot",
         "vram_peak_gib",
         "hidden_relative_rms_last_layer",
     ),

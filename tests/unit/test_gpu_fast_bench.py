@@ -307,7 +307,7 @@ def test_fidelity_of_an_earlier_boot_is_quoted_with_its_boot(
     assert (exact["bits_of_an_earlier_boot"], exact["earlier_boot_id"]) == (True, "another")
     summary = results.summary
     assert (summary["placement_invariant"], summary["placements"]) == (True, len(gpu_fast.placements(Setting)))
-    assert summary["fidelity_boot_ids"] == ["another"]
+    assert (summary["fidelity_boot_ids"], summary["exact_as_in_the_earlier_boot"]) == (["another"], True)
     assert (summary["noise_seeds"], summary["c1_tok_s"], summary["idle_core_pct"]) == (gpu_fast.NOISE_SEEDS, None, None)
     assert summary["stock_relative_rms"] == 0.001
     gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows").quote(path)
