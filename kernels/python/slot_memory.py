@@ -54,7 +54,7 @@ class SlotMemory:
     def __init__(self, num_bytes: int, device: int, chunk_bytes: int = CHUNK_BYTES, driver: SlotMemoryDriver | None = None) -> None:
         self._library = load()
         self._driver = driver  # callbacks must live as long as the memory
-        self.num_bytes = num_bytes
+        self.num_bytes, self.chunk_bytes = num_bytes, chunk_bytes
         pointer = self._library.glm53_slots_create(num_bytes, chunk_bytes, device, ctypes.byref(driver) if driver is not None else None)
         if not pointer:
             raise_last(self._library)

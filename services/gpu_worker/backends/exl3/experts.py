@@ -31,6 +31,7 @@ from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
+from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.patches.dispatch import DecodeStep
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
 
@@ -79,6 +80,7 @@ class ExpertStore:
         num_slots: records that VRAM is taken for now.
         top_k: picks of a token.
         options: policy.
+        elastic: the slots, where their end is lent to long prefills; None: memory of their own, for good.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class ExpertStore:
         num_slots: int,
         top_k: int,
         options: ExpertOptions | None = None,
+        elastic: ElasticSlots | None = None,
     ) -> None:
         self.options = options or ExpertOptions()
         self.progress = 0
@@ -96,7 +99,11 @@ class ExpertStore:
         self.placement = Placement(records.num_records, num_slots, self.options.placement)
         self._records, self._table, self._layers = records, table, layers
         self._lock = threading.Lock()
-        self._slots = torch.empty((num_slots, records.stride), dtype=torch.uint8, device=table.device)
+        self._elastic = elastic
+        if elastic is None:
+            self._slots = torch.empty((num_slots, records.stride), dtype=torch.uint8, device=table.device)
+        else:
+            self._slots = elastic.tensor
         self._host_addresses = np.stack([records.addresses(layer) for layer in range(records.num_layers)])
         # Where an expert's bytes are now: a slot, or NONE for the host; for the tables and for the tensors, which follow only when read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
@@ -109,6 +116,8 @@ class ExpertStore:
             self._on_demand = self._fast = FastSteps(self.options.fast, *memory)
         elif self.options.on_demand and num_slots:
             self._on_demand = OnDemand(*memory)
+        if elastic is not None:
+            elastic.attach(self._lend, self._limit, self._lock, self._on_demand.num_transit if self._on_demand is not None else 0)
         self._landings: list[Landing] = []
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
@@ -132,6 +141,8 @@ class ExpertStore:
             return
         if rows <= DECODE_ROWS:
             self._end_staging()
+            if self._elastic is not None and layer == 0:
+                self._elastic.before_decode()
             self._note_picks(layer, rows, selected)
             return
         self._counters["prefill_steps"] += 1
@@ -270,13 +281,15 @@ class ExpertStore:
             torch.cuda.current_stream(self._table.device).synchronize()
             self._on_demand.flush()
             self._where[:] = self._on_demand.where()
+        if self._elastic is not None and not self.paused:
+            self._elastic.before_prefill(rows)
         # No more slots than the layer that misses most can fill.
-        half = min(self.placement.num_slots // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
+        half = min(self.placement.usable // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
         if self.paused or rows < self.options.stage_min_rows or half == 0:
             return
         # The tables in pinned memory belong to the pass before until it has read them all.
         self._staged_pass_done.synchronize()
-        first = self.placement.num_slots - 2 * half
+        first = self.placement.usable - 2 * half
         self._lend(first)
         self._staging = self._plan_staging(half, (first, first + half))
         self._counters["staged_passes"] += 1
@@ -311,6 +324,12 @@ class ExpertStore:
         self._on_demand.vacate(first, self.placement.num_slots - first)
         self._on_demand.flush()
         self._where[:] = self._on_demand.where()
+
+    def _limit(self, usable: int) -> None:
+        """Says how many slots have memory; those behind them are empty."""
+        self.placement.limit(usable)
+        if self._on_demand is not None:
+            self._on_demand.limit(usable)
 
     def _plan_staging(self, half: int, first: tuple[int, int]) -> Staging:
         num_layers, num_experts = self._where.shape
@@ -401,6 +420,8 @@ class ExpertStore:
         """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""
         wanted = list(records)
         torch.cuda.synchronize(self._table.device)
+        if self._elastic is not None and wanted:
+            self._elastic.before_decode()
         if self._on_demand is not None:
             self._place_on_demand(self._on_demand, wanted)
             return
@@ -409,7 +430,7 @@ class ExpertStore:
             self._landings.clear()
             self._pick_rows[:] = 0
             lost = self.placement.vacate(range(self.placement.num_slots), remember=False)
-            for slot, record in enumerate(wanted):
+            for slot, record in enumerate(wanted[: self.placement.usable]):
                 self._slots[slot].copy_(self._records.host[record])
                 self.placement.put(record, slot)
             self._point([*lost, *wanted])
@@ -430,7 +451,7 @@ class ExpertStore:
     def _place_on_demand(self, pager: OnDemand, wanted: list[int]) -> None:
         self._staging = None
         pager.vacate(0, self.placement.num_slots)
-        for slot, record in enumerate(wanted[: self.placement.num_slots - pager.num_transit], pager.num_transit):
+        for slot, record in enumerate(wanted[: self.placement.usable - pager.num_transit], pager.num_transit):
             self._slots[slot].copy_(self._records.host[record])
             pager.put(record, slot)
         pager.flush()
@@ -445,6 +466,9 @@ class ExpertStore:
         with self._lock:
             for layer, expert in np.argwhere(self._tensors_at != NONE):
                 self.before_single_expert(int(layer), int(expert))
+        if self._elastic is not None:
+            self._slots = self._slots[:0]
+            self._elastic.close()
 
     def _record_in(self, slot: int) -> int:
         if self._on_demand is None:
@@ -464,6 +488,7 @@ class ExpertStore:
                 "admissions": self.placement.admissions,
                 "evictions": self.placement.evictions,
                 "arena_bytes": self._records.num_bytes,
+                **(self._elastic.stats() if self._elastic is not None else {}),
             }
 
     def _on_demand_stats(self, pager: OnDemand) -> dict[str, Any]:
@@ -482,6 +507,7 @@ class ExpertStore:
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
             **(self._fast.stats() if self._fast is not None else {}),
+            **(self._elastic.stats() if self._elastic is not None else {}),
         }
 
     def verify(self) -> VerifyReport:

@@ -82,6 +82,10 @@ class OnDemand:
         """Empties slots; `flush` sends the tables. No decode step may be under way."""
         self._pager.vacate(first, count)
 
+    def limit(self, usable: int) -> None:
+        """Slots from there on, which are empty, get no record until a higher limit is set. No decode step may be under way."""
+        self._pager.limit(usable)
+
     def put(self, record: int, slot: int) -> None:
         """A record's bytes are in an empty slot that is no transit slot."""
         self._pager.put(record, slot)

@@ -52,6 +52,7 @@ class Placement:
             raise ValueError(f"num_slots is {num_slots}, need 0..{num_records}")
         self.options = options or PlacementOptions()
         self.num_records, self.num_slots = num_records, num_slots
+        self.usable = num_slots  # the slots behind it get no record
         self._slot_of = np.full(num_records, NONE, np.int64)
         self._record_in = np.full(num_slots, NONE, np.int64)
         self._landing = np.zeros(num_slots, np.bool_)
@@ -122,7 +123,7 @@ class Placement:
         """
         # Whole arrays: this runs between two steps, while the device has nothing to do.
         wanted = self._candidates(picked)
-        free = np.flatnonzero(self._record_in == NONE)
+        free = np.flatnonzero(self._record_in[: self.usable] == NONE)
         moves = [self._land(int(record), int(slot)) for record, slot in zip(wanted, free, strict=False)]
         rest = wanted[len(moves) :]
         if len(rest) == 0:
@@ -193,12 +194,24 @@ class Placement:
             self._slot_of[record], self._record_in[slot], self._landing[slot] = NONE, NONE, False
         return lost
 
+    def limit(self, usable: int) -> None:
+        """Slots from there on get no record until a higher limit is set.
+
+        Raises:
+            ValueError: one of them holds a record, or there are fewer slots.
+        """
+        if not 0 <= usable <= self.num_slots or (self._record_in[usable:] != NONE).any():
+            raise ValueError(f"slots from {usable} of {self.num_slots} on are to hold nothing, and they do or are not there")
+        self.usable = usable
+
     def put(self, record: int, slot: int) -> None:
         """Says that a record is whole in an empty slot.
 
         Raises:
             ValueError: the slot or the record is taken.
         """
+        if slot >= self.usable:
+            raise ValueError(f"slot {slot} may not be used: {self.usable} may")
         if self._record_in[slot] != NONE or self._slot_of[record] != NONE:
             raise ValueError(f"slot {slot} or record {record} is taken")
         self._record_in[slot], self._slot_of[record] = record, slot
