@@ -40,6 +40,7 @@ from services.gpu_worker.request import (
     RequestSpec,
     SamplingParams,
 )
+from tests.gpu import joined_passes
 from tests.support.layered_model import STATE_BYTES, VOCAB, Cache, Model, State, Trace, advance_recurrent_states
 from tests.unit import test_exl3_experts as store_tests
 from tests.unit import test_exl3_on_demand as pager_tests
@@ -499,3 +500,30 @@ def test_a_cancelled_request_leaves_after_the_pass() -> None:
     assert isinstance(reader.end, Finished)
     assert reader.ids == []
     assert bench.ask(prompt_of(400))[1] == [(256, 143)]
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_the_comparison_of_a_gpu_machine_runs_here_and_sees_faults(driver: Any, admission: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows equal over the stand-in; with kept states of another moment those that have a tail are not."""
+    lengths = (257, 300, 511, 1000)
+
+    def rows() -> list[dict[str, Any]]:
+        backend, model, _ = make(admission)
+        model.world.store.place(range(SLOTS // 2))
+        found = list(joined_passes.every_case(backend, "here", lengths))
+        model.world.store.close()
+        return found
+
+    sound = rows()
+    assert [row["length"] for row in sound] == [*lengths]
+    assert all(row["equal"] and row["states_equal"] and row["steps"] > joined_passes.STEPS for row in sound)
+    assert [row["staged_joined"] < row["staged_apart"] for row in sound] == [False, False, True, True]
+    copy = joined.StateAtPageEnd.copy
+
+    def too_late(self: joined.StateAtPageEnd, layer: Any, instance: int) -> None:
+        copy(self, layer, instance)
+        self.stashed |= {key: value + 1 for key, value in self.stashed.items() if isinstance(key, tuple)}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joined.StateAtPageEnd, "copy", too_late)
+        assert [row["states_equal"] and row["equal"] for row in rows()] == [True, False, False, False]
