@@ -151,8 +151,11 @@ def test_each_layer_is_staged_once_for_both(driver: Any, admission: str) -> None
     assert staged == {"joined": (one, 1), "short tail": (one, 1), "apart": (2 * one, 2), "chunk alone": (one, 1)}
 
 
-def test_every_module_computes_the_chunk_and_then_the_tail() -> None:
-    """Each at its own positions; the chunk ends inside the last layer with a cache, the head sees the tail's last row alone."""
+def test_every_module_computes_the_chunk_and_then_the_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at its own positions; the chunk ends inside the last layer with a cache, the head sees the tail's last row alone.
+
+    VRAM is made free for the rows of both.
+    """
     backend, model, _ = make()
     stream = backend.open_stream()
     backend.prefill(stream, prompt_of(256), all_logits=False)
@@ -160,6 +163,9 @@ def test_every_module_computes_the_chunk_and_then_the_tail() -> None:
     calls = []
     forward = model.forward
     model.forward = lambda ids, params: calls.append(ids.tolist()) or forward(ids, params)  # type: ignore[method-assign]
+    rows: list[int] = []
+    begin = backend.experts.begin_prefill
+    monkeypatch.setattr(backend.experts, "begin_prefill", lambda count: (rows.append(count), begin(count)))
     prompt = prompt_of(300, 3)
     before = backend.stats()["prefill_steps"]
     logits, _ = backend.prefill_joined(stream, prompt[:256], prompt[256:], keep=False)
@@ -167,6 +173,7 @@ def test_every_module_computes_the_chunk_and_then_the_tail() -> None:
     want: list[Trace] = [(name, *part) for name in BLOCKS for part in ((256, 256), (512, 44))]
     assert model.trace == [*want, ("head", 512, 1)]
     assert backend.stats()["prefill_steps"] - before == 2 * LAYERS - 1
+    assert rows == [300]
     assert logits.shape == (1, VOCAB)
     assert stream.length == 556
 

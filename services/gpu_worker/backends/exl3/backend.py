@@ -221,7 +221,8 @@ class Exl3Backend:
             self._pages.grow(stream.pages, middle + len(tail))
             parts = self._part(stream, stream.length, token_ids), self._part(stream, middle, tail)
             at_page_end = joined.StateAtPageEnd(stream.state, self._cache, middle) if keep else None
-            self.experts.begin_prefill(len(token_ids))
+            # Both parts' activations are there at once.
+            self.experts.begin_prefill(len(token_ids) + len(tail))
             after = at_page_end.copy if at_page_end is not None else lambda _module, _instance: None
             logits = joined.run(self._model, *parts, self.experts.part_follows, after)
             stream.length = middle + len(tail)
