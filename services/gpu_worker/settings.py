@@ -13,6 +13,7 @@ from services.common.settings import ServiceSettings
 
 # Of the tree that this file is in; other installations have no checkpoint in them.
 _TREE = Path(__file__).resolve().parents[2]
+ELASTIC_GB = 10.0  # GLM53_EC_ELASTIC_GB unless it is set; 0 lends nothing
 LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
 
 
@@ -151,6 +152,13 @@ class GpuWorkerSettings(ServiceSettings):
     )
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."
+    )
+    ec_elastic_gb: float = Field(
+        ELASTIC_GB,
+        validation_alias="GLM53_EC_ELASTIC_GB",
+        ge=0,
+        le=1024,
+        description="On a GPU: most VRAM of expert slots that is lent to long prefills while they run, GiB; 0: their share stays free.",
     )
     force_vram: bool = Field(
         False, validation_alias="GLM53_FORCE_VRAM", description="Try a GPU with less than 23,000 MiB of VRAM instead of refusing it."

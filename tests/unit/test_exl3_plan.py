@@ -43,7 +43,8 @@ def test_what_is_counted_where(tmp_path: Path) -> None:
         random_checkpoint.write(tmp_path / "m", Recipe(num_layers=3, num_experts=8, text={"num_nextn_predict_layers": 1}))
     )
     shapes = cpu_arena.expert_shapes(checkpoint)
-    need = plan.need_of(checkpoint, shapes, GpuWorkerSettings.load({"GLM53_EC_RESERVE_GB": "0.5"}))
+    need = plan.need_of(checkpoint, shapes, GpuWorkerSettings.load({"GLM53_EC_RESERVE_GB": "0.5", "GLM53_EC_ELASTIC_GB": "3"}))
+    assert need.elastic == 3 * GIB
     assert need.arena == need.slot * need.records == shapes[0].record_bytes * 16
     assert need.reserve == GIB // 2
     sizes = {name: checkpoint.files.entry(name).num_bytes for name in checkpoint.files.names}
@@ -102,6 +103,23 @@ def test_kept_states_are_planned_and_told() -> None:
     assert plan.kept_states(100 * MIB, 1024) == "kept states: at most 10 (GLM53_PREFIX_CACHE_MB=1024; one takes 100.0 MiB)"
     assert plan.kept_states(one, 0).startswith("kept states: none (GLM53_PREFIX_CACHE_MB=0")
     assert "as many as there are pages" in plan.kept_states(0, 1)
+
+
+def test_what_slots_lend_is_told() -> None:
+    """At most what is allowed, never more than the slots have; nothing where every expert fits or lending is off."""
+    lending = dataclasses.replace(NEED, elastic=10 * GIB)
+    assert list(plan.lines(lending, ENOUGH))[-1].endswith(
+        "of 12096 experts, 9.0 MiB each, of which a long prefill is lent what it needs, at most 10.00 GiB (GLM53_EC_ELASTIC_GB)"
+    )
+    small = dataclasses.replace(ENOUGH, vram_free=NEED.vram + 100 * NEED.slot)
+    assert "100 of 12096" in list(plan.lines(lending, small))[-1]
+    assert "at most 0.88 GiB (GLM53_EC_ELASTIC_GB)" in list(plan.lines(lending, small))[-1]
+    assert list(plan.lines(NEED, ENOUGH))[-1].endswith("9.0 MiB each, before activations")
+    assert list(plan.lines(lending, dataclasses.replace(ENOUGH, vram_free=200 * GIB)))[-1] == (
+        "slots: at most 12096 of 12096 experts, 9.0 MiB each, before activations"
+    )
+    with pytest.raises(ConfigError, match=r"plan: .* lent what it needs, at most 10\.00 GiB"):
+        plan.refuse(lending, dataclasses.replace(ENOUGH, vram_total=16_384 * MIB), forced=False)
 
 
 def test_a_small_gpu_can_be_forced_but_not_past_what_it_has() -> None:

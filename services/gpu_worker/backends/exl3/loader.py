@@ -19,7 +19,7 @@ from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
-from services.gpu_worker.backends.exl3 import fast_setup, heat_file, joined
+from services.gpu_worker.backends.exl3 import fast_setup, heat_file, joined, lending
 from services.gpu_worker.backends.exl3 import plan as plans
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertOptions, ExpertStore
@@ -27,6 +27,7 @@ from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
 from services.gpu_worker.patches import decode_blocks, dispatch, expert_load, pointer_tables, triton_tuners, upstream
@@ -91,16 +92,24 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         warm_up(loaded, chunk, settings.max_streams)
         log.info("warmed up after %.1f s", time.perf_counter() - began)
         pins.save()
-    slots, slots_reason = resolve_slots(
-        settings.ec_max_slots, free_bytes(), int(settings.ec_reserve_gb * (1 << 30)), loaded.records.stride, loaded.records.num_records
-    )
+    reserve, most = (int(size * (1 << 30)) for size in (settings.ec_reserve_gb, settings.ec_elastic_gb))
+    lends = lending.pays(settings.ec_max_slots, free_bytes(), reserve, most, loaded.records.stride, loaded.records.num_records)
+    if lends:
+        torch.cuda.empty_cache()  # slots take what prefills leave, and lend it to them
+    slots, slots_reason = resolve_slots(settings.ec_max_slots, free_bytes(), reserve, loaded.records.stride, loaded.records.num_records)
     options = ExpertOptions(
         PlacementOptions(admit_after=settings.ec_admit_after),
         on_demand=settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP),
         pager=PagerPolicy(admit_after=settings.ec_admit_after),
         fast=fast_setup.make(settings, arena, checkpoint.config.num_experts_per_tok) if mode == "fast" else None,
     )
-    store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options)
+    elastic = lending.make(slots, loaded.records.stride, DEVICE, most=most, reserve=reserve) if lends else None
+    store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options, elastic=elastic)
+    if elastic is not None and settings.warm_up:
+        note(0.95, "measuring what prefills take")
+        elastic.need = lending.measure(loaded.model, loaded.cache, chunk, max_context, store.begin_prefill)
+    elif elastic is not None:
+        elastic.need = lending.guess(most, reserve, chunk)
     heat = keep_heat(settings.heat_file, checkpoint.hash, store, slots, loaded.records.num_records)
     log.info("slots = %d of %d experts (%s)", slots, loaded.records.num_records, slots_reason)
     info = BackendInfo(
@@ -202,15 +211,21 @@ def patch_blocks(replacements: Replacements, model: Any, ext: Any, moe_class: ty
 
 
 def make_store(
-    loaded: Loaded, num_slots: int, top_k: int, options: ExpertOptions | None = None, into: Replacements | None = None
+    loaded: Loaded,
+    num_slots: int,
+    top_k: int,
+    options: ExpertOptions | None = None,
+    into: Replacements | None = None,
+    elastic: ElasticSlots | None = None,
 ) -> ExpertStore:
     """Slots for a loaded model, and the hooks into its layers.
 
     Args:
         into: takes the hooks' undo; None: the model's own, for good.
+        elastic: the slots, where their end is lent to long prefills.
     """
     try:
-        store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options)
+        store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options, elastic)
     except (ValueError, OSError) as error:
         raise ConfigError(f"the expert store does not start: {error}", param="GLM53_MODE") from error
     dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)

@@ -1,7 +1,8 @@
 """What a model takes of host memory and VRAM, and whether this machine has it: decided from file headers, before anything slow begins.
 
 The sizes of key-value cache and recurrent states are those of exllamav3 1.5.1's cache layers. Activations are not in the plan: what is left
-free of VRAM after the warm-up, less the reserve, becomes slots.
+free of VRAM after the warm-up, less the reserve, becomes slots. Where slots lend memory to long prefills, activations are part of what is
+left: a prefill has it while it runs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Need:
         slot: one expert in VRAM.
         records: experts.
         kept: host memory for states of earlier prompts; 0 where not one fits into GLM53_PREFIX_CACHE_MB.
+        elastic: VRAM of slots that may be lent to a long prefill.
     """
 
     arena: int
@@ -51,6 +53,7 @@ class Need:
     slot: int
     records: int
     kept: int = 0
+    elastic: int = 0
 
     @property
     def vram(self) -> int:
@@ -95,6 +98,7 @@ def need_of(checkpoint: Checkpoint, shapes: Sequence[ExpertShape], settings: Gpu
         slot=stride,
         records=records,
         kept=settings.prefix_cache_mb * MIB if state_bytes(config, 1) <= settings.prefix_cache_mb * MIB else 0,
+        elastic=int(settings.ec_elastic_gb * GIB),
     )
 
 
@@ -156,7 +160,8 @@ def read_machine(settings: GpuWorkerSettings, vram_free: int, vram_total: int) -
 
 def lines(need: Need, machine: Machine) -> Iterator[str]:
     """The plan for people, one fact a line."""
-    slots = max(0, (machine.vram_free - need.vram) // need.slot)
+    fit = max(0, (machine.vram_free - need.vram) // need.slot)
+    slots = min(fit, need.records)
     yield (
         f"host memory: {_gib(need.arena)} records of {need.records} experts (pinned), {_gib(need.host)} beside them, "
         f"{_gib(need.kept)} for kept states; "
@@ -166,7 +171,14 @@ def lines(need: Need, machine: Machine) -> Iterator[str]:
         f"VRAM: {_gib(need.weights)} weights, {_gib(need.cache)} key-value cache, {_gib(need.states)} recurrent states, "
         f"{_gib(need.reserve)} reserve; {_gib(machine.vram_free)} of {_gib(machine.vram_total)} are free"
     )
-    yield f"slots: at most {min(slots, need.records)} of {need.records} experts, {need.slot / MIB:.1f} MiB each, before activations"
+    yield f"slots: at most {slots} of {need.records} experts, {need.slot / MIB:.1f} MiB each, {_activations(need, slots)}"
+
+
+def _activations(need: Need, slots: int) -> str:
+    """Where the activations of a prefill find room."""
+    if not need.elastic or slots >= need.records:
+        return "before activations"
+    return f"of which a long prefill is lent what it needs, at most {_gib(min(need.elastic, slots * need.slot))} (GLM53_EC_ELASTIC_GB)"
 
 
 def refuse(need: Need, machine: Machine, *, forced: bool) -> None:
