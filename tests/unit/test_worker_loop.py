@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from services.common import errors
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError, VerifyReport, prefill_apart
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, VerifyReport
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.loop import MAX_FAILURES_IN_A_ROW, EngineLimits, EngineLoop
 from services.gpu_worker.metrics import EngineMetrics
@@ -101,8 +101,7 @@ class FakeBackend:
         return self._run("prefill", [stream], [list(token_ids)], all_logits)
 
     def prefill_joined(self, stream: Any, token_ids: Sequence[int], tail: Sequence[int], *, keep: bool) -> tuple[np.ndarray, Any]:
-        self.passes.append(("joined", [len(token_ids), len(tail)]))
-        return prefill_apart(self, stream, token_ids, tail, keep=keep)
+        raise AssertionError("this backend joins no tail")
 
     def decode(self, streams: Sequence[Any], token_ids: Sequence[int]) -> np.ndarray:
         return self._run("decode", list(streams), [[t] for t in token_ids], False)
