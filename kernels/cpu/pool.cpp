@@ -43,7 +43,9 @@ constexpr uint32_t kMaxThreads = 1024;
 constexpr int kSpinsPerLook = 64;         /* pauses between two looks at the clock: 1 to 4 us */
 constexpr int kUnitSpins = 200;           /* pauses before a unit that waits gives its CPU to whoever computes what it waits for */
 constexpr uint32_t kWaveEvaluations = 64; /* bounds the memory of a call: longer ones are computed in waves */
-constexpr uint32_t kUnitsPerThread = 4;   /* with fewer units a thread than this, bands are split */
+/* With fewer units a thread than this, bands are split: at the end of a call threads wait for a unit's time, and splitting costs nothing
+ * that could be measured. */
+constexpr uint32_t kUnitsPerThread = 8;
 
 enum class Stage : uint8_t { kPrepare, kInner, kOuter };
 

@@ -19,7 +19,7 @@ from services.cpu_expert.settings import CpuExpertSettings
 
 log = logging.getLogger(__name__)
 
-SERVE_SLICE_MS = 100  # between two looks at signals and at the region's name
+SERVE_SLICE_MS = 250  # between two looks at signals and at the region's name: a job that comes meanwhile waits for them
 TELL_S = 1.0  # between two readings of the counters
 FIRST_WAIT_S = 0.02
 LONGEST_WAIT_S = 0.5
