@@ -41,6 +41,7 @@ EXPERTS, ROWS = (1, 2, 3, 4), (1, 4)
 PERIOD_NS = 800_000
 PAUSE_NS, PAUSED_JOBS, PAUSED_EXPERTS = 40_000_000, 12, 2
 WARM_JOBS = 16
+TURNS_S = 2.5
 TIMEOUT_NS = 20_000_000_000
 PENDING, DONE = 0, 1
 Size = tuple[int, int]  # experts, rows
@@ -153,13 +154,16 @@ def traffic(readers: int) -> Iterator[list[Synchronized[float]]]:
 
 
 def take_turns(lane: Lane, jobs: int) -> dict[Size, list[float]]:
-    """So many jobs of every size, one every PERIOD_NS."""
+    """So many jobs of every size, one every PERIOD_NS; fewer when that takes longer than TURNS_S."""
     sizes = list(itertools.product(EXPERTS, ROWS))
     for size in itertools.islice(itertools.cycle(sizes), WARM_JOBS):
         lane.job(size)
     times: dict[Size, list[float]] = {size: [] for size in sizes}
     due = time.monotonic_ns()
+    deadline = time.monotonic() + TURNS_S
     for _ in range(jobs):
+        if time.monotonic() > deadline:
+            break
         for size in sizes:
             due = max(due + PERIOD_NS, time.monotonic_ns())
             while time.monotonic_ns() < due:
