@@ -15,9 +15,11 @@ constexpr uint32_t kProbeRounds = 12;       // the first wakes threads and CPUs 
 constexpr double kProbeBudgetUs = 250'000;  // big experts on a slow kernel: what was seen by then has to do
 // Of a series while steps go on, the first ones wake threads and do not count.
 constexpr ProbeJob kSeries[] = {{1, 1}, {2, 1}, {1, 1}, {kProbeExperts, 1}, {2, 1}, {kProbeExperts, 1}, {1, 1}, {2, 1}, {1, 1}, {4, 1}};
+constexpr uint32_t kEnoughJobs = 64;
 constexpr uint32_t kSeriesWarm = 2, kSeriesLength = sizeof(kSeries) / sizeof(kSeries[0]);
 constexpr uint64_t kFirstSeriesNs = 300'000'000;  // after the probe, which may have met a machine that was still starting
-// Without a job for so long, then twice as long each time while nothing new is found: a series reads some 20 records.
+// Then as often as this, and half as often each time while nothing new is found: a series reads some 20 records. Fewer than kEnoughJobs in
+// that time tell little: each of them found everybody asleep, so that the lane seems dear and gets no more of them.
 constexpr uint64_t kSeriesNs = 1'000'000'000, kLongestSeriesNs = 8'000'000'000;
 constexpr double kNews = 0.2;          // a job of kProbeExperts costs so much more or less than was thought
 constexpr uint16_t kHalfOne = 0x3C00;  // 1.0 in fp16
@@ -110,9 +112,7 @@ bool DeviceLane::submit(uint64_t number, uint32_t layer, uint32_t rows, const st
   buffer_ = buffer_of(number);
   submitted_ns_ = abi_now_ns();
   seq_ = lane_.submit_in_place(job_, buffer_, submitted_ns_);
-  // A lane in use tells its costs itself.
-  end_series(submitted_ns_, kSeriesNs);
-  series_pause_ns_ = kSeriesNs;
+  recent_jobs_ += seq_ != 0;
   return seq_ != 0;
 }
 
@@ -259,6 +259,16 @@ bool DeviceLane::sample(uint64_t now_ns, LaneRates* rates) {
     return true;
   }
   if (!up() || !probed_ || now_ns < next_series_ns_) return false;
+  if (series_at_ == 0) {
+    const bool in_use = recent_jobs_ >= kEnoughJobs;
+    recent_jobs_ = 0;
+    if (in_use) {
+      // It tells its costs itself.
+      series_pause_ns_ = kSeriesNs;
+      end_series(now_ns, kSeriesNs);
+      return false;
+    }
+  }
   sampled_ns_ = now_ns;
   sample_seq_ = submit_timed(kSeries[series_at_], now_ns);
   return false;

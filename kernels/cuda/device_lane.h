@@ -10,7 +10,7 @@
 // A job that is abandoned, refused or late is computed here, in the pager's thread, into memory that no server can reach: same bits.
 //
 // What the lane costs is timed twice. The probe comes before the first step that could use it, and that step waits for it. A lane that is
-// up and gets no jobs teaches nothing any more, whatever it would cost by now: then a few small jobs a second are timed while steps go on,
+// up and gets few jobs teaches nothing any more, whatever it would cost by now: then a few small jobs a second are timed while steps go on,
 // beside them, so that nothing waits.
 #pragma once
 
@@ -114,6 +114,7 @@ class DeviceLane {
   uint32_t series_at_ = 0;                    // jobs of the series that were answered
   uint64_t sample_seq_ = 0, sampled_ns_ = 0;  // the open job of the series
   uint64_t next_series_ns_ = 0, series_pause_ns_;
+  uint32_t recent_jobs_ = 0;  // of steps, since it was last asked whether a series is needed
   // A server that missed a job's deadline is left alone for a while, each time for longer: every try with it costs a step that deadline.
   uint64_t slow_since_ns_ = 0, hold_until_ns_ = 0, hold_off_ns_;
   uint32_t served_ = 0;  // jobs since then
