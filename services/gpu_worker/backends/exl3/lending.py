@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.python.errors import KernelError
-from kernels.python.slot_memory import SlotMemory
+from kernels.python.slot_memory import CHUNK_BYTES, SlotMemory
 from services.common.errors import ConfigError
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, pages_for
 from services.gpu_worker.backends.exl3.slots import ActivationNeed, ElasticSlots
@@ -33,14 +33,14 @@ def pays(asked: int, free: int, reserve: int, most: int, stride: int, num_record
     return most > 0 and (free - reserve) // stride < min(num_records, asked or num_records)
 
 
-def make(num_slots: int, stride: int, device: int, *, most: int, reserve: int) -> ElasticSlots:
+def make(num_slots: int, stride: int, device: int, *, most: int, reserve: int, chunk_bytes: int = CHUNK_BYTES) -> ElasticSlots:
     """Takes the memory of so many slots of `stride` bytes; arguments as those of `ElasticSlots`.
 
     Raises:
         ConfigError: the device has too little, or a driver without virtual memory.
     """
     try:
-        memory = SlotMemory(num_slots * stride, device)
+        memory = SlotMemory(num_slots * stride, device, chunk_bytes)
     except KernelError as error:
         raise ConfigError(f"{error}. GLM53_EC_ELASTIC_GB=0 does without memory that is lent", param="GLM53_EC_ELASTIC_GB") from error
     tensor = torch.as_tensor(memory, device=f"cuda:{device}").view(num_slots, stride)
@@ -103,10 +103,11 @@ def _take(model: Any, cache: Any, rows: int, start: int, begin: Callable[[int], 
             begin(rows)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-            before = int(torch.cuda.memory_reserved())
+            held, used = int(torch.cuda.memory_reserved()), int(torch.cuda.memory_allocated())
             model.forward(ids, params)
             torch.cuda.synchronize()
-            return int(torch.cuda.max_memory_reserved()) - before
+            # What torch held already and did not use need not be there the next time.
+            return max(int(torch.cuda.max_memory_reserved()) - held, int(torch.cuda.max_memory_allocated()) - used)
     finally:
         for state in states or ():
             state.free()

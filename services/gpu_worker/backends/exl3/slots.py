@@ -124,8 +124,10 @@ class ElasticSlots:
             least: slots that are never lent.
         """
         self._vacate, self._limit, self._lock = vacate, limit, lock
-        # Whole chunks are lent: one more than asked for goes at most.
-        self._most = max(0, min(self._most, self._memory.num_bytes - least * self._stride - self._memory.chunk_bytes))
+        self._most = min(self._most, self._memory.num_bytes - least * self._stride)
+        # Whole chunks are lent, so more may go than was asked for.
+        while self._most > 0 and self._memory.left_after(self._most) < least * self._stride:
+            self._most = max(0, self._most - self._memory.chunk_bytes)
 
     @property
     def _stride(self) -> int:
@@ -138,7 +140,7 @@ class ElasticSlots:
     def before_prefill(self, rows: int) -> None:
         """A prefill pass of so many rows is next, no other is under way. Waits for the device when slots are lent for it."""
         wanted = self._wanted(rows)
-        if wanted > self._lent:
+        if self._memory.left_after(wanted) < self._memory.mapped_bytes:
             self._lend(wanted)
         elif wanted == 0:
             self.before_decode()
