@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ class LentMemory:
         self.num_bytes, self.chunk_bytes = num_slots * stride, chunk_bytes
         self.mapped_bytes = self.num_bytes
         self.refuse = self.closed = False
+        self.idle: Callable[[], bool] = lambda: True
         self.vram = vram
 
     def left_after(self, lent_bytes: int) -> int:
@@ -48,6 +50,7 @@ class LentMemory:
         return min(self.mapped_bytes, kept if kept == self.num_bytes else kept // self.chunk_bytes * self.chunk_bytes)
 
     def lend(self, lent_bytes: int) -> None:
+        assert self.idle(), "memory goes while the device works with it"
         left = self.left_after(lent_bytes)
         self.vram.free += self.mapped_bytes - left
         self.mapped_bytes = left

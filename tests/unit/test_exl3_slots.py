@@ -42,6 +42,7 @@ class Lent:
 
     def make(self, records: Any, table: torch.Tensor, layers: Any, num_slots: int, top_k: int, options: ExpertOptions) -> ExpertStore:
         self.slots, self.memory = elastic_slots(self.vram, num_slots, records.stride, most=self.most, reserve=self.reserve)
+        self.memory.idle = lambda: base.FakeEvent.done
         return ExpertStore(records, table, layers, num_slots, top_k, options, self.slots)
 
     slots: ElasticSlots
