@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import resource
 import time
 
+import numpy as np
 import pytest
 
 from kernels.python import host
 from kernels.python.job_server import JobServer
-from tests.tier.harness import EXPERTS, LAYERS, Stage, wait_until
+from tests.shm.lane import DONE, Job, Lane
+from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, Stage, wait_until
 
 
 def mapped(path: str) -> list[int]:
@@ -37,6 +40,27 @@ def test_an_idle_server_does_not_poll(made: Stage) -> None:
         assert time.thread_time() - before < 0.1
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(("spin_us", "sleeps"), [(100_000, False), (0, True)])
+def test_a_server_stays_awake_after_a_job(made: Stage, spin_us: int, sleeps: bool) -> None:
+    """The next one is near then: it polls for as long as it may, and sleeps where it may not."""
+    server = JobServer(made.ctl_path, made.arena_path, spin_us=spin_us, beat_thread=False)
+    lane = Lane(made.region)
+    try:
+        server.beat(1000)
+        server.run(0)
+        assert lane.tick(1000)
+        x = np.ones((1, HIDDEN), np.float32)
+        seq = lane.submit(Job(0, x, [(0, made.arena.generation_of(0, 0), [0])]), 1000)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        server.run(30)
+        slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > before
+        assert lane.poll(seq, 1000, 1).poll == DONE
+    finally:
+        lane.close()
+        server.close()
+    assert slept == sleeps
 
 
 def test_the_page_table_holds_every_record_before_one_is_asked_for(made: Stage) -> None:
