@@ -6,6 +6,7 @@ Started by test_waits.py with the counter preloaded.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.patches import upstream
+from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 from tests.support.cuda_waits import Waits
 
@@ -55,6 +56,11 @@ def main() -> None:
     args = parser.parse_args()
     waits = Waits()
     upstream.check()
+    # Late, as exllamav3 imports them. Timing every configuration takes over a minute, and what is counted here is the same with the first.
+    from triton.runtime.autotuner import Autotuner
+
+    importlib.import_module(upstream.TUNED)
+    triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
     checkpoint = Checkpoint(MODEL)
     shapes = cpu_arena.expert_shapes(checkpoint)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="glm53-waits-") as folder:
