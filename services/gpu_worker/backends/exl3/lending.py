@@ -85,10 +85,11 @@ def measure(model: Any, cache: Any, chunk: int, context: int, begin: Callable[[i
     return need
 
 
-@torch.inference_mode()  # exllamav3's recurrent states are inference tensors, which nothing else may write
 def _take(model: Any, cache: Any, rows: int, start: int, begin: Callable[[int], None]) -> int:
     """Bytes that torch takes from the device for a pass of so many rows behind `start` tokens."""
-    states = [cache.get_new_state()] if model.get_recurrent_layers() else None
+    # A state's tensors are inference tensors, which may be written in this mode alone.
+    with torch.inference_mode():
+        states = [cache.get_new_state()] if model.get_recurrent_layers() else None
     params = {
         "attn_mode": "flash_attn",
         "block_table": torch.tensor([list(range(pages_for(start + rows)))], dtype=torch.int32),
@@ -100,14 +101,16 @@ def _take(model: Any, cache: Any, rows: int, start: int, begin: Callable[[int], 
     }
     ids = torch.randint(0, model.config.vocab_size, (1, rows), generator=torch.Generator().manual_seed(0))
     try:
-        begin(rows)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        held, used = int(torch.cuda.memory_reserved()), int(torch.cuda.memory_allocated())
-        model.forward(ids, params)
-        torch.cuda.synchronize()
-        # What torch held already and did not use need not be there the next time.
-        return max(int(torch.cuda.max_memory_reserved()) - held, int(torch.cuda.max_memory_allocated()) - used)
+        with torch.inference_mode():
+            begin(rows)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            held, used = int(torch.cuda.memory_reserved()), int(torch.cuda.memory_allocated())
+            model.forward(ids, params)
+            torch.cuda.synchronize()
+            # What torch held already and did not use need not be there the next time.
+            return max(int(torch.cuda.max_memory_reserved()) - held, int(torch.cuda.max_memory_allocated()) - used)
     finally:
-        for state in states or ():
-            state.free()
+        with torch.inference_mode():
+            for state in states or ():
+                state.free()
