@@ -194,6 +194,20 @@ def test_staged_layers_are_read_from_slots() -> None:
     assert all(host.data_ptr() <= int(address) < host.data_ptr() + host.numel() for address in world.table[0].flatten())
 
 
+def test_halves_hold_what_lost_its_slot_to_them_too() -> None:
+    """With room for two whole layers nothing is read on the host, however many records were resident when the pass began."""
+    world = World(2 * EXPERTS, ExpertOptions(stage_min_rows=9))
+    share = 2 * EXPERTS // LAYERS
+    world.store.place(layer * EXPERTS + expert for layer in range(LAYERS) for expert in range(share))
+    world.store.begin_prefill(100)
+    slots = world.store._slots
+    for layer in range(LAYERS):
+        world.store.before_experts(layer, 100, None)
+        assert slots.data_ptr() <= int(world.table[layer].min())
+        assert int(world.table[layer].max()) < slots.data_ptr() + slots.numel()
+        world.store.after_experts(layer)
+
+
 @pytest.mark.parametrize("then", ["decode", "prefill"])
 def test_a_pass_that_breaks_off_inside_a_layer_leaves_no_stale_address(then: str) -> None:
     """Whatever comes next, the broken layer's experts are read where they are."""

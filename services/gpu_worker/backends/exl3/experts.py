@@ -283,8 +283,7 @@ class ExpertStore:
             self._where[:] = self._on_demand.where()
         if self._elastic is not None and not self.paused:
             self._elastic.before_prefill(rows)
-        # No more slots than the layer that misses most can fill.
-        half = min(self.placement.usable // 2, int(np.count_nonzero(self._where == NONE, axis=1).max()))
+        half = self._half_to_lend()
         if self.paused or rows < self.options.stage_min_rows or half == 0:
             return
         # The tables in pinned memory belong to the pass before until it has read them all.
@@ -295,6 +294,16 @@ class ExpertStore:
         self._counters["staged_passes"] += 1
         self._stage_next(self._staging)
         self._stage_next(self._staging)
+
+    def _half_to_lend(self) -> int:
+        """Slots of each half: as many as the layer that misses most can fill, what loses its slot to the halves counted too."""
+        usable, half = self.placement.usable, 0
+        while True:
+            missing = (self._where == NONE) | (self._where >= usable - 2 * half)
+            wanted = min(usable // 2, int(np.count_nonzero(missing, axis=1).max()))
+            if wanted <= half:
+                return half
+            half = wanted
 
     @contextlib.contextmanager
     def part_follows(self) -> Iterator[None]:
