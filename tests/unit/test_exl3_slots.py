@@ -244,6 +244,10 @@ def test_memory_that_somebody_else_took_is_waited_for(lent: Lent, caplog: pytest
     assert all(slot < fewer for slot, _ in world.store.placement.residents())
     lines = [line for line in caplog.messages if "slots have memory" in line]
     assert lines == [f"{fewer} of 20 slots have memory: what is missing of it is in use elsewhere"]
+    lent.slots.need = ActivationNeed({SHORT: STRIDE // 4, LONG: 10 * STRIDE})
+    prefill(world, lent, SHORT)
+    assert lent.slots.usable == fewer, "what is free is enough for it"
+    lent.vram.empty_cache()
     lent.vram.free += 6 * STRIDE
     world.decode(draw)
     assert lent.slots.usable == fewer, "it is not tried in every step"

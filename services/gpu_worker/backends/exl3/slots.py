@@ -156,8 +156,10 @@ class ElasticSlots:
         if need is None:
             return self._most
         need += need // _SLACK
-        spare = self._spare() - self._lent
-        return 0 if need <= spare else min(self._most, need + self._reserve - spare)
+        spare, lent = self._spare(), self._lent
+        if need <= spare - lent:
+            return 0  # also if everything came back
+        return lent if need <= spare else min(self._most, lent + need + self._reserve - spare)
 
     def _lend(self, wanted: int) -> None:
         usable = self._memory.left_after(wanted) // self._stride
