@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -29,6 +30,7 @@ from services.gpu_worker.backends.exl3.slots import ActivationNeed, ElasticSlots
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
+from services.gpu_worker.settings import GpuWorkerSettings
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny" / "checkpoint"
 MIB = 1 << 20
@@ -116,6 +118,29 @@ def compare(loaded: loader.Loaded, checkpoint: Checkpoint, mode: str) -> dict[st
     }
 
 
+def start(checkpoint: Checkpoint, shm_dir: str, stride: int) -> dict[str, Any]:
+    """A start that finds room for the reserve and a hundred experts, and a prompt and an answer after it."""
+    settings = GpuWorkerSettings.load(
+        {},
+        mode="exact",
+        shm_dir=shm_dir,
+        warm_up=False,
+        cache_tokens=8192,
+        context_tokens=2048,
+        chunk_size=CHUNK,
+        max_streams=4,
+        ec_elastic_gb=10.0,
+    )
+    reserve = int(settings.ec_reserve_gb * (1 << 30))
+    with mock.patch.object(loader, "free_bytes", return_value=reserve + 100 * stride):
+        backend = loader.load(settings, checkpoint, lambda _fraction, _what: None, "test")
+    try:
+        list(script(backend, []))
+        return dict(backend.stats())
+    finally:
+        backend.close()
+
+
 def main() -> None:
     upstream.check()
     from triton.runtime.autotuner import Autotuner
@@ -134,7 +159,8 @@ def main() -> None:
         run(loaded, checkpoint, ExpertOptions(stage_min_rows=9), loaded.records.num_records // 2)
         modes = ["between_steps", "in_step", *([] if fast_setup.problem(shapes) else ["fast"])]
         result = {mode: compare(loaded, checkpoint, mode) for mode in modes}
-    print(json.dumps({"modes": result, "no_fast": fast_setup.problem(shapes)}))  # noqa: T201 - this is what the test reads
+        started = start(checkpoint, folder, loaded.records.stride)
+    print(json.dumps({"modes": result, "started": started, "no_fast": fast_setup.problem(shapes)}))  # noqa: T201 - this is what the test reads
     sys.stdout.flush()
 
 

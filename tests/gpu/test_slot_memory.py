@@ -130,6 +130,8 @@ def test_lending_changes_no_bit_of_the_shipped_model() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert set(result["modes"]) >= {"between_steps", "in_step"}
     assert len(result["modes"]) == 3 or result["no_fast"]
+    started = result["started"]
+    assert (started["slots"], started["slots_usable"], started["slot_lendings"]) == (100, 100, 0), "a start that lends, and had no need"
     for mode, told in result["modes"].items():
         slots = told["slots"]
         assert told["equal"] == told["passes"] == 34, mode
