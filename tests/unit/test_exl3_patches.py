@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from services.common.errors import ConfigError
-from services.gpu_worker.patches import dispatch, expert_load, guard, pointer_tables
+from services.gpu_worker.patches import dispatch, expert_load, guard, pointer_tables, pool_words
 from services.gpu_worker.patches.expert_load import Place
 from services.gpu_worker.patches.replace import Replacements
 
@@ -284,3 +284,50 @@ def test_a_residency_may_run_decode_steps_itself() -> None:
         layers[1].mlp.bc.run_bszN("y", "sel", "w")
         assert residency.calls == [("own", "y", "sel", "w")]
         assert layers[1].mlp.bc.calls == ["bszN"]
+
+
+class FakeTorch(types.ModuleType):
+    """Notes what is made on a device."""
+
+    def __init__(self) -> None:
+        super().__init__("torch")
+        self.made: list[tuple[Any, ...]] = []
+        self.int32 = torch.int32
+        self.tensor = lambda data, dtype=None, device=None, **more: self.made.append(("tensor", data, dtype, str(device), more))
+        self.full = lambda shape, value, dtype=None, device=None: self.made.append(("full", shape, value, dtype, str(device)))
+
+    def __getattr__(self, name: str) -> str:
+        if name == "late":
+            return "made when asked for"
+        raise AttributeError(name)
+
+
+def test_one_number_for_a_device_needs_no_copy_that_waits() -> None:
+    """It is filled in by a kernel; every other tensor is torch's own; undo gives the module torch back."""
+    real = FakeTorch()
+    module = types.SimpleNamespace(torch=real)
+    cuda = torch.device("cuda", 0)
+    with Replacements() as replaced:
+        pool_words.install(replaced, module)
+        seen = module.torch
+        seen.tensor([7], dtype=torch.int32, device=cuda)
+        for data, more in (([7], {}), ([7, 8], {"device": cuda}), ([True], {"device": cuda}), ([1.5], {"device": cuda})):
+            seen.tensor(data, dtype=torch.int32, **more)
+        seen.tensor([7], device=cuda)
+        assert (seen.int32, seen.late) == (torch.int32, "made when asked for")
+    assert module.torch is real
+    assert real.made[0] == ("full", (1,), 7, torch.int32, "cuda:0")
+    assert [made[0] for made in real.made[1:]] == ["tensor"] * 5
+    assert real.made[1] == ("tensor", [7], torch.int32, "None", {})
+
+
+def test_the_number_is_the_one_that_torch_makes() -> None:
+    """Of the same type, shape and value, on the real torch."""
+    seen = pool_words.Torch(torch)
+    device = types.SimpleNamespace(type="cuda")
+    made = seen.full((1,), 123_456, dtype=torch.int32)
+    assert torch.equal(made, torch.tensor([123_456], dtype=torch.int32))
+    assert seen.float32 is torch.float32
+    assert torch.equal(seen.tensor([1, 2]), torch.tensor([1, 2]))
+    with pytest.raises((TypeError, RuntimeError)):
+        seen.tensor([1], dtype=torch.int32, device=device)

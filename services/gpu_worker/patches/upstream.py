@@ -26,6 +26,7 @@ TARGETS = (
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP._batch_recon_layer", "0f8a8439b1fedebc"),
     Target("exllamav3.modules.block_sparse_mlp_cpu", "BlockSparseMLP_CPU", "5b812bff2cc88197"),
     Target("exllamav3.modules.embedding", "Embedding.forward", "02e41a46fdd43e79"),
+    Target("exllamav3.modules.mla_attn", "MLAttention._update_pool_plane", "da35005e1c76d106"),
     Target("exllamav3.modules.transformer", "TransformerBlock.forward", "a58fb4f774827454"),
     Target("exllamav3.modules.gated_delta_net", "GDNState", "ce3226899cba3f96"),
     Target("exllamav3.modules.gated_delta_net", "GDNLayerState.stash", "1187ffe34285f0f5"),

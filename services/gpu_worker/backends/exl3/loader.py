@@ -30,7 +30,7 @@ from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
-from services.gpu_worker.patches import decode_blocks, dispatch, expert_load, pointer_tables, triton_tuners, upstream
+from services.gpu_worker.patches import decode_blocks, dispatch, expert_load, pointer_tables, pool_words, triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 from services.gpu_worker.settings import GpuWorkerSettings
 
@@ -168,7 +168,7 @@ def load_model(
     # Late: importing exllamav3 loads (or compiles) its extension.
     from exllamav3 import Cache, Config, Model
     from exllamav3.ext import exllamav3_ext
-    from exllamav3.modules import block_sparse_mlp
+    from exllamav3.modules import block_sparse_mlp, mla_attn
     from exllamav3.modules.quant.exl3 import LinearEXL3
 
     torch.cuda.set_device(DEVICE)
@@ -195,6 +195,7 @@ def load_model(
             layers, lambda mlp: torch.empty((1, mlp.multi_up.in_features), dtype=torch.float16, device=f"cuda:{DEVICE}")
         )
         patch_blocks(replacements, model, exllamav3_ext, block_sparse_mlp.BlockSparseMLP)
+        pool_words.install(replacements, mla_attn)
     except BaseException:
         replacements.undo()
         records.close()
