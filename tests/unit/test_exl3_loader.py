@@ -71,10 +71,32 @@ def test_modes_that_a_gpu_does_not_serve_are_refused() -> None:
 
 
 def test_fast_falls_back_to_exact_and_says_why() -> None:
-    """A mode that was asked for and cannot be served is named with its reason; auto takes exact."""
-    assert loader.resolve_mode("auto", "")[0] == loader.resolve_mode("exact", "")[0] == "exact"
+    """A mode that was asked for and cannot be served is named with its reason; so is what auto takes."""
+    assert loader.resolve_mode("exact", "")[0] == "exact"
+    assert loader.resolve_mode("auto", "") == ("fast", "auto: measured faster than exact on this kind of GPU")
+    assert loader.resolve_mode("auto", "this GPU has 75") == ("exact", "auto: this GPU has 75")
     assert loader.resolve_mode("fast", "") == ("fast", "asked for")
     assert loader.resolve_mode("fast", "this GPU has 75") == ("exact", "fast was asked for and is not possible: this GPU has 75")
+
+
+@pytest.mark.parametrize(
+    ("mode", "capability", "lacks", "problem"),
+    [
+        ("auto", (9, 0), "", ""),
+        ("auto", (8, 6), "", "fast has run on compute capability 90 alone, this GPU has 86; GLM53_MODE=fast takes it"),
+        ("auto", (9, 0), "4.5 bits", "4.5 bits"),
+        ("fast", (8, 6), "", ""),
+        ("fast", (8, 6), "4.5 bits", "4.5 bits"),
+        ("exact", (8, 6), "4.5 bits", ""),
+    ],
+)
+def test_auto_takes_fast_where_it_was_measured(
+    mode: str, capability: tuple[int, int], lacks: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only there; who asks for it gets it wherever it runs."""
+    monkeypatch.setattr(fast_setup.torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(fast_setup, "why_not", lambda shapes, found: lacks)
+    assert fast_setup.problem([], mode) == problem
 
 
 def test_the_settings_reach_the_lane(tmp_path: Path) -> None:

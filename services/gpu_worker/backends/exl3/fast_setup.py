@@ -19,13 +19,25 @@ from services.gpu_worker.settings import GpuWorkerSettings
 
 log = logging.getLogger(__name__)
 
+MEASURED = ("90",)  # compute capabilities on which its bits and its speed are known: docs/results/gpu_fast.json
 
-def problem(shapes: Sequence[ExpertShape]) -> str:
-    """Why this GPU and checkpoint cannot serve `fast`, or ""; what it says is logged."""
+
+def problem(shapes: Sequence[ExpertShape], mode: str) -> str:
+    """Why this GPU and checkpoint cannot serve `fast`, or "".
+
+    Args:
+        shapes: of every layer's experts.
+        mode: GLM53_MODE. For `auto` a GPU of another kind than those measured is a reason too; what `fast` lacks is logged.
+    """
+    if mode == "exact":
+        return ""
     major, minor = torch.cuda.get_device_capability()
-    found = why_not(shapes, f"{major}{minor}")
-    if found:
+    capability = f"{major}{minor}"
+    found = why_not(shapes, capability)
+    if found and mode == "fast":
         log.warning("GLM53_MODE=fast is served as exact: %s", found)
+    if not found and mode == "auto" and capability not in MEASURED:
+        found = f"fast has run on compute capability {' and '.join(MEASURED)} alone, this GPU has {capability}; GLM53_MODE=fast takes it"
     return found
 
 

@@ -78,7 +78,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
     shapes = cpu_arena.expert_shapes(checkpoint)
-    mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes) if settings.mode == "fast" else "")
+    mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
     check_machine(settings, checkpoint, shapes)
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
@@ -351,13 +351,13 @@ def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str
 
     Args:
         mode: GLM53_MODE.
-        problem: why decode cannot run on the integer kernels, or "".
+        problem: why decode cannot, or for `auto` should not, run on the integer kernels, or "".
 
     Raises:
         ConfigError: a mode that the GPU backend does not have.
     """
     if mode == "auto":
-        return "exact", "auto: the GPU backend serves exact"
+        return ("exact", f"auto: {problem}") if problem else ("fast", "auto: measured faster than exact on this kind of GPU")
     if mode == "exact":
         return "exact", "asked for"
     if mode == "fast":
