@@ -58,8 +58,8 @@ class GpuWorkerSettings(ServiceSettings):
     mode: Literal["auto", "fast", "exact", "nvme", "nvme-exact"] = Field(
         "auto",
         validation_alias="GLM53_MODE",
-        description="Tiers that serve the experts: auto takes fast on the CPU device and on GPUs where it was measured, else exact. The nvme"
-        " modes are refused.",
+        description="Tiers that serve the experts: auto takes fast on the CPU device and on GPUs where it was measured, else exact. The"
+        " nvme modes are refused.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
