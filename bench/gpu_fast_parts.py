@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -218,6 +219,7 @@ def measure_resident(
         with rig.backend(ours) as backend:
             measure(results, backend, routing, ours, args, rig.deadline, {}, streams, watch=watch)
     # What follows is of a card of 24 GB: the many slots go back to the driver, and so much again is refused.
+    gc.collect()  # a cycle held the slots of every expert into the first row behind
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(loader.DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, slice_ours.CARD_MIB * 2**20 / total))
