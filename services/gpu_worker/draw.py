@@ -84,7 +84,8 @@ def weigh(scores: Scores, temperature: float, out: Scores) -> Scores:
     # The largest becomes 0 before the division: a tiny temperature would make it infinite.
     np.subtract(scores, scores.max(), out=out)
     if temperature != 1.0:
-        np.divide(out, np.float32(temperature), out=out)
+        with np.errstate(over="ignore"):  # to -inf: the weight is 0 either way
+            np.divide(out, np.float32(temperature), out=out)
     return np.exp(out, out=out)
 
 

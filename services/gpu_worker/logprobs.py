@@ -51,11 +51,15 @@ class RowLogprobs:
 def largest(values: NDArray[np.floating[Any]], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest values, largest first, the lower index first among equals."""
     if count < len(values):
-        # Everything that ties with the last place is ranked too, so that indices and not memory order break the tie.
-        chosen = np.flatnonzero(values >= _at_most(values, count))
+        least = _at_most(values, count)
+        chosen = np.flatnonzero(values > least)
         if len(chosen) > count:
-            threshold = np.partition(values[chosen], len(chosen) - count)[len(chosen) - count]
-            chosen = chosen[values[chosen] >= threshold]
+            least = np.partition(values[chosen], len(chosen) - count)[len(chosen) - count]
+            chosen = chosen[values[chosen] > least]
+        # `least` is the last place's value now. Of those that tie with it the lowest indices are taken, and not what memory order says; no
+        # more of them are ranked, since behind a grammar's mask they are nearly the whole row, all -inf.
+        if len(chosen) < count:
+            chosen = np.concatenate([chosen, np.flatnonzero(values == least)[: count - len(chosen)]])
     else:
         chosen = np.arange(len(values))
     order: NDArray[np.int64] = chosen[np.lexsort((chosen, -values[chosen]))][:count]

@@ -19,6 +19,8 @@ from services.gpu_worker.request import SamplingParams, ThinkingBudget
 from services.gpu_worker.token_limits import TokenLimits
 
 Row = NDArray[np.float32]
+# What is divided by a smaller repetition penalty may not be a number of fp32 any more, and then no token could be told from another.
+LEAST_PENALTY = 1e-30
 
 
 class Sampler:
@@ -116,8 +118,8 @@ class Sampler:
         params = self._params
         if self._seen is not None:
             ids, _ = self._seen.tokens()
-            seen = scores[ids]
-            scores[ids] = np.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
+            seen, penalty = scores[ids], max(params.repetition_penalty, LEAST_PENALTY)
+            scores[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
         if self._counts is not None:
             ids, counts = self._counts.tokens()
             scores[ids] -= params.frequency_penalty * counts + params.presence_penalty

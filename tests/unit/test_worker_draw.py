@@ -81,7 +81,7 @@ def test_tokens_that_cannot_come_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 20, 64, 1_000, 5_000, VOCAB - 1, VOCAB, VOCAB + 7])
-@pytest.mark.parametrize("values", ["all different", "many ties", "all equal", "one column"])
+@pytest.mark.parametrize("values", ["all different", "many ties", "all equal", "one column", "masked", "nothing left"])
 def test_the_largest_are_found_with_ties_by_index(count: int, values: str) -> None:
     """As a whole sort finds them."""
     made = {
@@ -89,9 +89,34 @@ def test_the_largest_are_found_with_ties_by_index(count: int, values: str) -> No
         "many ties": np.round(row(2)),
         "all equal": np.zeros(VOCAB, np.float32),
         "one column": np.where(np.arange(VOCAB) % (VOCAB // 32) == 3, np.float32(5), np.float32(0)),
+        "masked": np.where(np.arange(VOCAB) % 5_003 == 7, row(6), np.float32(-np.inf)),
+        "nothing left": np.full(VOCAB, -np.inf, np.float32),
     }[values]
     want = np.lexsort((np.arange(VOCAB), -made))[:count]
     assert np.array_equal(largest(made, count), want)
+
+
+@pytest.mark.parametrize("size", [VOCAB, 500])
+def test_what_a_mask_bars_is_not_sorted(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Behind a grammar's mask nearly the whole row ties with the last place; sorting all of it would take longer than the step."""
+    ranked = []
+    sort = np.lexsort
+    monkeypatch.setattr(np, "lexsort", lambda keys: (ranked.append(len(keys[0])), sort(keys))[1])
+    scores = np.full(size, -np.inf, np.float32)
+    scores[[3, 77, 400]] = 1.0, 2.0, 2.0
+    assert largest(scores, 64)[:4].tolist() == [77, 400, 3, 0]
+    assert ranked == [64]
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e-5])
+@pytest.mark.parametrize("kind", [{"temperature": 0.0}, {}, {"temperature": 1e-300}, {"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}], ids=str)
+def test_the_smallest_penalty_lets_no_barred_token_through(penalty: float, kind: dict[str, Any]) -> None:
+    """Scores stay numbers: the seen token with the largest score comes."""
+    logits = np.full(VOCAB, -np.inf, np.float32)
+    logits[[5, 6, 7, 8]] = 0.0, 2.0, 3.0, 4.0
+    sampler = Sampler(SamplingParams(seed=1, repetition_penalty=penalty, **kind), (5, 6, 7, 9), frozenset(), VOCAB)
+    with np.errstate(all="raise", under="ignore"):
+        assert sampler.choose(logits) == 7
 
 
 def test_a_row_is_left_alone_and_two_requests_do_not_mix() -> None:
