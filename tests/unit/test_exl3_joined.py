@@ -269,6 +269,31 @@ def test_a_pass_that_nobody_announced_is_staged_after_one_that_broke() -> None:
     assert world.store.stats()["staged_passes"] == staged + 1
 
 
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("between", [0, 1])
+def test_a_step_of_many_streams_is_no_part_of_a_pass_that_broke(driver: Any, admission: str, between: int) -> None:
+    """More rows than decode's kernels take go as a prefill, and do not read slots that the broken pass has filled with other layers."""
+    backend, model, _ = make(admission, 2 * EXPERTS, streams=DECODE_ROWS + 3)
+    streams = [backend.open_stream() for _ in range(DECODE_ROWS + 1)]
+    for seed, stream in enumerate(streams):
+        backend.prefill(stream, prompt_of(20, seed), all_logits=False)
+
+    def fail(at: str, position: int) -> None:
+        if (at, position) == ("block 2", 256):
+            raise RuntimeError("a kernel failed")
+
+    model.before = fail
+    broken = backend.open_stream()
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        backend.prefill_joined(broken, prompt_of(256), prompt_of(143), keep=False)
+    backend.close_stream(broken)
+    model.before = lambda _name, _position: None
+    for _ in range(between):
+        backend.decode(streams[:2], [1, 2])
+    # The model in small checks every byte that it reads.
+    assert backend.decode(streams, list(range(len(streams)))).shape == (DECODE_ROWS + 1, VOCAB)
+
+
 def test_a_layer_stays_staged_until_its_last_part_is_launched() -> None:
     """Between the parts, and while the second computes, its tables lead to slots; then back to the host."""
     world = World(2 * EXPERTS, options())

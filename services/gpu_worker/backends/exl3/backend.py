@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
 from services.gpu_worker.backends.exl3 import joined
-from services.gpu_worker.backends.exl3.experts import ExpertStore
+from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertStore
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.pass_lock import PassLock
@@ -323,6 +323,9 @@ class Exl3Backend:
         }
         if rows <= decode_blocks.MAX_ROWS:
             params[decode_blocks.DECODE] = rows
+        if rows > DECODE_ROWS:
+            # The experts are computed as a prefill's. Not announced it could be taken for a further part of a pass that broke off.
+            self.experts.begin_prefill(rows)
         logits = self._model.forward(ids, params)
         for stream in batch:
             stream.length += 1

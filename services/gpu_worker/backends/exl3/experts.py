@@ -36,6 +36,7 @@ from services.gpu_worker.patches.dispatch import DecodeStep
 from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
+EXPERT_PARTS = tuple((projection, part) for projection in PROJECTIONS for part in ("trellis", "suh", "svh"))
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,10 @@ class ExpertStore:
         # Where an expert's bytes are now: a slot, or NONE for the host; for the tables and for the tensors, which follow only when read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
         self._tensors_at = self._where.copy()
+        self._tensors: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        kinds = {key: number for number, key in enumerate(dict.fromkeys(map(bytes, records.shapes)))}
+        self._shape_of = [kinds[bytes(shape)] for shape in records.shapes]
         self._copy_stream = torch.cuda.Stream(table.device)
         self._fast: FastSteps | None = None
         self._on_demand: OnDemand | None = None
@@ -165,17 +170,35 @@ class ExpertStore:
             slot = int(self._where[layer, expert])
         if slot == int(self._tensors_at[layer, expert]):
             return
-        shape, mlp = self._records.shapes[layer], self._layers[layer].mlp
         with torch.inference_mode():
-            for projection, linears in zip(PROJECTIONS, (mlp.gates, mlp.ups, mlp.downs), strict=True):
-                for part in ("trellis", "suh", "svh"):
-                    if slot == NONE:
-                        source = self._records.view(Place(layer, expert, projection), part)
-                    else:
-                        source = typed_part(self._slots[slot], shape, projection, part)
-                    # In place: exllamav3's compiled objects share the tensor.
-                    getattr(linears[expert].inner, part).set_(source)
+            parts = self._slot_parts(slot, layer) if slot != NONE else self._host_parts(layer, expert)
+            for tensor, source in zip(self._tensors_of(layer, expert), parts, strict=True):
+                tensor.set_(source)  # in place: exllamav3's compiled objects share the tensor
         self._tensors_at[layer, expert] = slot
+
+    # A prefill of 8,192 tokens points some hundred experts of each layer at other slots, while the device has nothing to do: what can be
+    # made once is kept.
+
+    def _slot_parts(self, slot: int, layer: int) -> tuple[torch.Tensor, ...]:
+        """A slot's bytes as the tensors of an expert of that layer."""
+        shape = self._records.shapes[layer]
+        key = slot, self._shape_of[layer]
+        if key not in self._parts:
+            record = self._slots[slot]
+            self._parts[key] = tuple(typed_part(record, shape, projection, part) for projection, part in EXPERT_PARTS)
+        return self._parts[key]
+
+    def _host_parts(self, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
+        return tuple(self._records.view(Place(layer, expert, projection), part) for projection, part in EXPERT_PARTS)
+
+    def _tensors_of(self, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
+        """The expert's own tensors, in the same order."""
+        key = layer, expert
+        if key not in self._tensors:
+            mlp = self._layers[layer].mlp
+            linears = dict(zip(PROJECTIONS, (mlp.gates[expert], mlp.ups[expert], mlp.downs[expert]), strict=True))
+            self._tensors[key] = tuple(getattr(linears[projection].inner, part) for projection, part in EXPERT_PARTS)
+        return self._tensors[key]
 
     def decode_step(self, layer: MoeLayer, stock: DecodeStep) -> DecodeStep:
         """What runs a decode step of the layer: exllamav3's own kernels, or in `fast` ours."""
@@ -322,7 +345,7 @@ class ExpertStore:
         """The staged pass is over. One that broke off inside a layer left that layer's tables at slots which are about to be used again."""
         if self._staging is not None and self._staging.inside != NONE:
             self._leave_staged(self._staging, self._staging.inside)
-        self._staging = None
+        self._staging, self._staging_open = None, False
 
     def _lend(self, first: int) -> None:
         """Empties the slots from `first` on."""
