@@ -111,6 +111,8 @@ bool DeviceLane::submit(uint64_t number, uint32_t layer, uint32_t rows, const st
   }
   buffer_ = buffer_of(number);
   submitted_ns_ = abi_now_ns();
+  // The ring keeps a few answers only. The server goes by the order of jobs, so this one's answer is there by the next job but one.
+  take_sample(submitted_ns_);
   seq_ = lane_.submit_in_place(job_, buffer_, submitted_ns_);
   recent_jobs_ += seq_ != 0;
   return seq_ != 0;
@@ -230,24 +232,28 @@ void DeviceLane::end_series(uint64_t now_ns, uint64_t pause_ns) {
   next_series_ns_ = now_ns + pause_ns;
 }
 
-bool DeviceLane::sample(uint64_t now_ns, LaneRates* rates) {
-  if (sample_seq_ != 0) {
-    LaneResult result;
-    const LaneClient::Poll poll = lane_.poll(sample_seq_, now_ns, &result);
-    if (poll == LaneClient::Poll::kPending) return false;
-    sample_seq_ = 0;
-    if (poll == LaneClient::Poll::kFailed) {
-      look(now_ns);
-      end_series(now_ns, series_pause_ns_);
-      return false;
-    }
-    lane_.release(result.buffer);
-    // By the server's clock, which is ours: it is not awaited, so it may have been answered long ago.
-    const double us = static_cast<double>(result.done_ns - sampled_ns_) * 1e-3;
-    const ProbeJob job = kSeries[std::min(series_at_, kSeriesLength - 1)];
-    if (series_at_ >= kSeriesWarm) series_.add({std::min(job.experts, timed_experts()), job.rows}, us);
-    ++series_at_;
+bool DeviceLane::take_sample(uint64_t now_ns) {
+  if (sample_seq_ == 0) return true;
+  LaneResult result;
+  const LaneClient::Poll poll = lane_.poll(sample_seq_, now_ns, &result);
+  if (poll == LaneClient::Poll::kPending) return false;
+  sample_seq_ = 0;
+  if (poll == LaneClient::Poll::kFailed) {
+    look(now_ns);
+    end_series(now_ns, series_pause_ns_);
+    return true;
   }
+  lane_.release(result.buffer);
+  // By the server's clock, which is ours: it is not awaited, so it may have been answered long ago.
+  const double us = static_cast<double>(result.done_ns - sampled_ns_) * 1e-3;
+  const ProbeJob job = kSeries[std::min(series_at_, kSeriesLength - 1)];
+  if (series_at_ >= kSeriesWarm) series_.add({std::min(job.experts, timed_experts()), job.rows}, us);
+  ++series_at_;
+  return true;
+}
+
+bool DeviceLane::sample(uint64_t now_ns, LaneRates* rates) {
+  if (!take_sample(now_ns)) return false;
   if (series_at_ >= kSeriesLength) {
     const LaneRates before = *rates;
     *rates = series_.rates(before);

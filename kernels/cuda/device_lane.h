@@ -87,6 +87,8 @@ class DeviceLane {
   // Microseconds until its rows are seen; negative: the lane broke.
   double time_job(ProbeJob job);
   uint32_t timed_experts() const;
+  // Notes the answer to the series' open job. False: there is none yet.
+  bool take_sample(uint64_t now_ns);
   void end_series(uint64_t now_ns, uint64_t pause_ns);
   void look(uint64_t now_ns);
   void compute_here();

@@ -270,6 +270,31 @@ def test_a_lane_without_jobs_is_timed_while_steps_go_on(made: Stage) -> None:
             assert w.pager.fast_stats()["lane"]["jobs"] == probed
 
 
+def test_a_timed_job_is_not_lost_behind_jobs_of_steps(made: Stage) -> None:
+    """More jobs follow than the ring keeps answers of: its answer has been seen by then, nothing is given up, and the series goes on."""
+    with cpu_expert(made), world(made, 52, 4, 0) as w:
+        assert w.wait_lane()
+        w.pager.force(Forced.NEVER_LANE)
+        w.decode()
+        begun = w.pager.fast_stats()["lane"]["jobs"]
+
+        def goes_on() -> bool:
+            w.pager.force(Forced.NEVER_LANE)
+            w.decode(1)
+            return bool(w.pager.fast_stats()["lane"]["jobs"] > begun)
+
+        def series_ends() -> bool:
+            w.pager.force(Forced.ALL_LANE)
+            for _ in range(4):
+                w.decode(1)
+            goes_on()
+            return bool(w.pager.fast_stats()["lane"]["samples"] > 0)
+
+        assert wait_until(goes_on, 30)
+        assert wait_until(series_ends, 30)
+        assert w.pager.fast_stats()["aborts"] == 0
+
+
 def test_a_lane_that_was_dear_when_it_was_probed_is_taken_once_it_is_cheap(made: Stage) -> None:
     """cpu_expert pauses before each action while it is probed and hurries later: a lane that had no job gets jobs."""
     slow, stop = threading.Event(), threading.Event()
