@@ -60,27 +60,49 @@ std::vector<int> allowed_cpus() {
 
 std::string text_of(const std::string& path) {
   const File file(fopen(path.c_str(), "r"));
-  char text[4096] = "";
-  if (file != nullptr) text[fread(text, 1, sizeof text - 1, file.get())] = 0;
+  std::string text;
+  char part[4096];
+  for (size_t size; file != nullptr && (size = fread(part, 1, sizeof part, file.get())) > 0;) text.append(part, size);
   return text;
 }
 
-/* What this process's control group (version 2) may use; a container may see its own as the mount itself. */
-uint32_t quota_cpus() {
-  const std::string groups = "\n" + text_of("/proc/self/cgroup");
-  const size_t at = groups.find("\n0::/");
-  if (at == std::string::npos) return UINT32_MAX;
-  const std::string folder = groups.substr(at + 4, groups.find('\n', at + 1) - at - 4);
-  const std::string own = text_of("/sys/fs/cgroup" + folder + "/cpu.max");
-  return moe_quota_cpus(own.empty() ? text_of("/sys/fs/cgroup/cpu.max").c_str() : own.c_str());
+uint32_t quota_in(const std::string& folder, bool version_1) {
+  const std::string text =
+      version_1 ? text_of(folder + "/cpu.cfs_quota_us") + " " + text_of(folder + "/cpu.cfs_period_us") : text_of(folder + "/cpu.max");
+  return moe_quota_cpus(text.c_str());
 }
 
 }  // namespace
 
 extern "C" uint32_t moe_quota_cpus(const char* cpu_max) {
   double quota, period;
-  if (sscanf(cpu_max, "%lf %lf", &quota, &period) != 2 || period <= 0) return UINT32_MAX; /* "max", or no such file */
+  /* "max", -1 (version 1), or no such file */
+  if (sscanf(cpu_max, "%lf %lf", &quota, &period) != 2 || quota < 0 || period <= 0) return UINT32_MAX;
   return static_cast<uint32_t>(std::min(quota / period, 4294967295.0));
+}
+
+extern "C" uint32_t moe_own_quota_cpus(const char* root) try {
+  const std::string at = root;
+  const std::string groups = text_of(at + "/proc/self/cgroup");
+  uint32_t cpus = UINT32_MAX;
+  for (size_t start = 0, end; start < groups.size(); start = end + 1) {
+    end = std::min(groups.find('\n', start), groups.size());
+    const std::string line = groups.substr(start, end - start); /* number:controllers:folder */
+    const size_t first = line.find(':'), second = first == std::string::npos ? first : line.find(':', first + 1);
+    if (second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool version_1 = controllers.find(",cpu,") != std::string::npos;
+    if (!version_1 && controllers != ",,") continue;
+    const std::string mount = at + "/sys/fs/cgroup" + (version_1 ? "/cpu" : "");
+    /* A group gets no more than those around it; the outermost is the mount itself, which may be a container's own group. */
+    for (std::string folder = line.substr(second + 1);; folder.resize(folder.rfind('/'))) {
+      cpus = std::min(cpus, quota_in(mount + folder, version_1));
+      if (folder.rfind('/') == std::string::npos) break;
+    }
+  }
+  return cpus;
+} catch (const std::bad_alloc&) {
+  return UINT32_MAX;
 }
 
 extern "C" int moe_physical_cpus(int32_t* cpus, uint32_t capacity) try {
@@ -104,7 +126,7 @@ extern "C" int moe_physical_cpus(int32_t* cpus, uint32_t capacity) try {
 
 extern "C" int64_t moe_hot_ns(uint32_t num_threads) try {
   /* A quota of CPU time is spent by polling too, and then all threads stand still until the next period. */
-  const size_t usable = std::min<size_t>(allowed_cpus().size(), quota_cpus());
+  const size_t usable = std::min<size_t>(allowed_cpus().size(), moe_own_quota_cpus(""));
   return num_threads + kCoresForOthers <= usable ? kHotNs : kBriefNs;
 } catch (const std::bad_alloc&) {
   return kBriefNs;

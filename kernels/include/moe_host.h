@@ -18,8 +18,12 @@ MOE_API int moe_physical_cpus(int32_t* cpus, uint32_t capacity);
 /* How long a thread of a pool of num_threads polls for the next job before it sleeps, in nanoseconds: milliseconds when the calling
  * thread's CPU mask (and quota of CPU time) has CPUs to spare for that, else about as long as a system call takes. */
 MOE_API int64_t moe_hot_ns(uint32_t num_threads);
-/* CPUs' worth of time, rounded down, that the text of a control group's cpu.max grants; UINT32_MAX: it sets no limit. */
+/* CPUs' worth of time, rounded down, that the text of a control group's cpu.max grants, or of version 1's two files in a row;
+ * UINT32_MAX: it sets no limit. */
 MOE_API uint32_t moe_quota_cpus(const char* cpu_max);
+/* The same of this process's control group and of those around it, of version 1 and 2, whichever grants least. root: "", or what stands in
+ * the place of the file system's root. */
+MOE_API uint32_t moe_own_quota_cpus(const char* root);
 /* Where the calling thread's memory comes from, from now on: this NUMA node as long as it has any (threads started later inherit it), -1:
  * where the thread runs. 0, or -1 when the system refuses. */
 MOE_API int moe_prefer_node(int32_t node);

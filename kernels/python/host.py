@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -33,6 +34,8 @@ def _signatures() -> ctypes.CDLL:
     library.moe_hot_ns.restype = ctypes.c_int64
     library.moe_quota_cpus.argtypes = [ctypes.c_char_p]
     library.moe_quota_cpus.restype = ctypes.c_uint32
+    library.moe_own_quota_cpus.argtypes = [ctypes.c_char_p]
+    library.moe_own_quota_cpus.restype = ctypes.c_uint32
     library.moe_prefer_node.argtypes = [ctypes.c_int32]
     library.moe_prefer_node.restype = ctypes.c_int
     library.moe_advise_huge.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -63,6 +66,11 @@ def hot_ns(threads: int) -> int:
 def quota_cpus(cpu_max: str) -> int:
     """CPUs' worth of time, rounded down, that the text of a control group's cpu.max grants; 2**32 - 1: it sets no limit."""
     return int(_signatures().moe_quota_cpus(cpu_max.encode()))
+
+
+def own_quota_cpus(root: str = "") -> int:
+    """The same of this process's control group and of those around it, whichever grants least. root: of the file system."""
+    return int(_signatures().moe_own_quota_cpus(os.fsencode(root)))
 
 
 def parse_cpus(text: str) -> list[int]:

@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import resource
+import tempfile
 import time
 
 import numpy as np
@@ -96,3 +97,31 @@ def test_threads_poll_for_long_only_where_there_are_cpus_to_spare() -> None:
 def test_a_quota_of_cpu_time_counts_as_so_many_cpus(cpu_max: str, cpus: int) -> None:
     """What a control group grants, and the two ways of granting everything."""
     assert host.quota_cpus(cpu_max) == cpus
+
+
+def test_the_least_quota_of_a_group_and_those_around_it_counts(tmp_path: pathlib.Path) -> None:
+    """Version 2 and 1, below the mount or the mount itself; without any there is no limit."""
+    unlimited = 2**32 - 1
+
+    def found(groups: str, **files: str) -> int:
+        root = pathlib.Path(tempfile.mkdtemp(dir=tmp_path))
+        for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{name}": text for name, text in files.items()}}.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        return host.own_quota_cpus(str(root))
+
+    inside = "0::/a.slice/b.service\n"
+    assert found(inside, **{"a.slice/b.service/cpu.max": "300000 100000\n"}) == 3
+    assert found(inside, **{"a.slice/b.service/cpu.max": "max 100000\n", "a.slice/cpu.max": "200000 100000\n"}) == 2
+    assert found(inside, **{"a.slice/b.service/cpu.max": "max 100000\n", "cpu.max": "400000 100000\n"}) == 4
+    assert found("0::/\n", **{"cpu.max": "500000 100000\n"}) == 5
+    assert found(inside, **{"cpu.max": "600000 100000\n"}) == 6
+    assert found(inside) == unlimited
+    old = "5:memory:/box\n3:cpu,cpuacct:/box\n0::/\n"
+    quota = {"cpu/box/cpu.cfs_quota_us": "200000\n", "cpu/box/cpu.cfs_period_us": "100000\n"}
+    assert found(old, **quota) == 2
+    assert found(old, **{name.replace("/box", ""): text for name, text in quota.items()}) == 2
+    assert found(old, **{**quota, "cpu/box/cpu.cfs_quota_us": "-1\n"}) == unlimited
+    assert found("2:cpuset,cpuacct:/box\n", **quota) == unlimited
+    assert found("nonsense\n3:cpu\n0::") == unlimited
+    assert found("") == unlimited
