@@ -276,12 +276,15 @@ class EngineLoop:
         self._prefilling.remove(request)
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
         start, feed = request.num_prefilled, request.feed
-        end = chunk_end(start, len(feed), size, self.backend.info.page_tokens)
+        generation, page = self._generations[request.spec.request_id], self.backend.info.page_tokens
+        scores = generation.wants_prompt_scores and request.times.prefilled is None
+        if scores and page:
+            # Such a backend computes scores page by page anyway, and rows of a whole chunk's logits are gigabytes of host memory.
+            size = min(size, page)
+        end = chunk_end(start, len(feed), size, page)
         keep = self._contexts.kept_length(request)
         if start < keep < end and self._contexts.wants(request, feed[:keep]):
             end = keep
-        generation = self._generations[request.spec.request_id]
-        scores = generation.wants_prompt_scores and request.times.prefilled is None
         # Others wait for a chunk and its tail together, but less long than for both apart, and hardly longer than for the chunk alone.
         until = end if scores else tail_end(end, len(feed), size, self.backend.info)
         if until > end:

@@ -486,6 +486,25 @@ def test_a_scored_prompt_is_not_joined() -> None:
     assert scored[0] == scored[1]
 
 
+def test_a_scored_prompt_is_a_page_in_each_step() -> None:
+    """Others get their tokens between two pages, and no more rows of logits lie in host memory at once."""
+    bench = Bench(busy_chunk_size=CHUNK)
+    running = bench.submit(prompt_of(20), max_tokens=40)
+    for _ in range(2):
+        bench.loop.step()
+    scored = bench.submit(prompt_of(1000, 2), scores=PromptScores(1, 0))
+    steps = []
+    for _ in range(5):
+        bench.model.trace.clear()
+        before = len(running.ids)
+        bench.loop.step()
+        assert len(running.ids) == before + 1
+        steps.append([(start, tokens) for name, start, tokens in bench.model.trace if name == "head" and start < 1000 and tokens > 1])
+    assert steps == [[(0, 256)], [(256, 256)], [(512, 256)], [(768, 231)], []]
+    bench.run()
+    assert isinstance(scored.end, Finished)
+
+
 def test_running_streams_get_their_token_after_a_joined_pass() -> None:
     """One step lies between any two of their tokens, as without a tail."""
     bench = Bench()
