@@ -14,6 +14,7 @@
 
 #include "cpu/error.h"
 #include "moe_host.h"
+#include "moe_trace.h"
 
 namespace {
 
@@ -124,10 +125,16 @@ extern "C" int moe_physical_cpus(int32_t* cpus, uint32_t capacity) try {
   return fail("out of memory in moe_physical_cpus");
 }
 
-extern "C" int64_t moe_hot_ns(uint32_t num_threads) try {
+extern "C" int64_t moe_hot_ns_among(uint32_t num_threads, uint32_t num_pinned, uint32_t usable) {
+  /* Two threads on one CPU: one polls for the rest of its time slice, milliseconds, while the other has what the call waits for. */
+  if (num_pinned != 0 && num_threads > num_pinned + 1) return kBriefNs;
+  return uint64_t{num_threads} + kCoresForOthers <= usable ? kHotNs : kBriefNs;
+}
+
+extern "C" int64_t moe_hot_ns(uint32_t num_threads, uint32_t num_pinned) try {
   /* A quota of CPU time is spent by polling too, and then all threads stand still until the next period. */
   const size_t usable = std::min<size_t>(allowed_cpus().size(), moe_own_quota_cpus(""));
-  return num_threads + kCoresForOthers <= usable ? kHotNs : kBriefNs;
+  return moe_hot_ns_among(num_threads, num_pinned, static_cast<uint32_t>(usable));
 } catch (const std::bad_alloc&) {
   return kBriefNs;
 }

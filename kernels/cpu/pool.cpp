@@ -92,7 +92,7 @@ struct MoePool {
   }
 
   void start(const int32_t* cpus, uint32_t num_cpus) {
-    hot_ns = moe_hot_ns(static_cast<uint32_t>(scratch.size()));
+    hot_ns = moe_hot_ns(static_cast<uint32_t>(scratch.size()), num_cpus);
     for (uint32_t i = 1; i < scratch.size(); ++i) {
       threads.emplace_back([this, i] { serve(i); });
       pthread_setname_np(threads.back().native_handle(), ("moe-" + std::to_string(i)).c_str());

@@ -16,8 +16,9 @@ extern "C" {
  */
 MOE_API int moe_physical_cpus(int32_t* cpus, uint32_t capacity);
 /* How long a thread of a pool of num_threads polls for the next job before it sleeps, in nanoseconds: milliseconds when the calling
- * thread's CPU mask (and quota of CPU time) has CPUs to spare for that, else about as long as a system call takes. */
-MOE_API int64_t moe_hot_ns(uint32_t num_threads);
+ * thread's CPU mask (and quota of CPU time) has CPUs to spare for that, else about as long as a system call takes. num_pinned: CPUs that
+ * the threads but the first one are pinned to, 0 for none; fewer than such threads are no CPUs to spare. */
+MOE_API int64_t moe_hot_ns(uint32_t num_threads, uint32_t num_pinned);
 /* CPUs' worth of time, rounded down, that the text of a control group's cpu.max grants, or of version 1's two files in a row;
  * UINT32_MAX: it sets no limit. */
 MOE_API uint32_t moe_quota_cpus(const char* cpu_max);

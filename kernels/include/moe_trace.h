@@ -40,6 +40,8 @@ MOE_API uint32_t moe_explain_choice(uint32_t features, char* reason, size_t reas
 MOE_API int moe_pool_force(MoePool* pool, uint32_t splits, double inline_cost);
 /* How long its threads poll before they sleep, from their next wait on; moe_hot_ns (moe_host.h) says it otherwise. */
 MOE_API void moe_pool_force_hot(MoePool* pool, int64_t hot_ns);
+/* moe_hot_ns where `usable` CPUs may be used. */
+MOE_API int64_t moe_hot_ns_among(uint32_t num_threads, uint32_t num_pinned, uint32_t usable);
 
 #ifdef __cplusplus
 }

@@ -30,8 +30,10 @@ def _signatures() -> ctypes.CDLL:
     library.moe_last_error.restype = ctypes.c_char_p
     library.moe_physical_cpus.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.moe_physical_cpus.restype = ctypes.c_int
-    library.moe_hot_ns.argtypes = [ctypes.c_uint32]
+    library.moe_hot_ns.argtypes = [ctypes.c_uint32] * 2
     library.moe_hot_ns.restype = ctypes.c_int64
+    library.moe_hot_ns_among.argtypes = [ctypes.c_uint32] * 3
+    library.moe_hot_ns_among.restype = ctypes.c_int64
     library.moe_quota_cpus.argtypes = [ctypes.c_char_p]
     library.moe_quota_cpus.restype = ctypes.c_uint32
     library.moe_own_quota_cpus.argtypes = [ctypes.c_char_p]
@@ -58,9 +60,14 @@ def physical_cpus() -> list[int]:
     return list(cpus[: min(count, _MOST_CPUS)])
 
 
-def hot_ns(threads: int) -> int:
-    """How long a thread of a pool of so many polls for the next job before it sleeps, in nanoseconds."""
-    return int(_signatures().moe_hot_ns(threads))
+def hot_ns(threads: int, pinned: int = 0, usable: int | None = None) -> int:
+    """How long a thread of a pool of so many polls for the next job before it sleeps, in nanoseconds.
+
+    pinned: CPUs that the threads but the first are pinned to, 0 for none; usable: CPUs that may be used, None for this thread's own.
+    """
+    if usable is None:
+        return int(_signatures().moe_hot_ns(threads, pinned))
+    return int(_signatures().moe_hot_ns_among(threads, pinned, usable))
 
 
 def quota_cpus(cpu_max: str) -> int:

@@ -33,7 +33,7 @@ JobServer::JobServer(std::shared_ptr<Region> region, std::shared_ptr<Arena> aren
       arena_(std::move(arena)),
       words_(region_->words()),
       options_(options),
-      spin_ns_(options.spin_ns >= 0 ? options.spin_ns : moe_hot_ns(options.threads)) {
+      spin_ns_(options.spin_ns >= 0 ? options.spin_ns : moe_hot_ns(options.threads, static_cast<uint32_t>(options.cpus.size()))) {
   if (arena_ == nullptr) arena_ = Arena::attach(arena_path, words_.arena_generation);
   const std::string& ctl_path = region_->path();
   if (words_.hidden != arena_->shape(0).hidden) {

@@ -88,6 +88,16 @@ def test_threads_poll_for_long_only_where_there_are_cpus_to_spare() -> None:
     cpus = len(os.sched_getaffinity(0))
     expected = [4_000_000 if threads + 2 <= cpus else 20_000 for threads in range(1, cpus + 2)]
     assert [host.hot_ns(threads) for threads in range(1, cpus + 2)] == expected
+    assert [host.hot_ns(threads, usable=cpus) for threads in range(1, cpus + 2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("threads", "pinned", "long"),
+    [(6, 0, True), (7, 0, False), (6, 5, True), (6, 4, False), (3, 1, False), (2, 1, True), (2**32 - 1, 0, False)],
+)
+def test_threads_that_share_a_cpu_do_not_poll_for_long(threads: int, pinned: int, long: bool) -> None:
+    """However many CPUs lie idle beside those that the threads are pinned to, one would poll while the other has work. Eight are usable."""
+    assert host.hot_ns(threads, pinned, usable=8) == (4_000_000 if long else 20_000)
 
 
 @pytest.mark.parametrize(
