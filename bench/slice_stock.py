@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import routing_trace
+from bench import routing_trace, slice_traces
 from bench.kept_rows import Row
 from bench.slice_cases import Case, Mode
 
@@ -89,7 +89,16 @@ class StockEngine:
             mlp.routing_fn = self._wrap(mlp.routing_fn, layer)
         self._model = model
         self._generator = exl3.Generator(model, cache, exl3.Tokenizer.from_config(config), max_batch_size=8, max_chunk_size=CHUNK)
+        self._meet_experts()
         self._decode(1, 60, 20)  # compiles
+
+    def _meet_experts(self) -> None:
+        """A few steps that pick every expert once: the split's worker has just loaded, and the first use of memory is no speed of its own."""
+        trace = self._trace
+        every = slice_traces.scan_of_all(trace.shape[2])[:, None].astype(np.int64)
+        self._trace = torch.from_numpy(np.repeat(every, trace.shape[1], axis=1)).to(trace.device)
+        self._decode(1, len(every), 2)
+        self._trace = trace
 
     def _wrap(self, stock: Callable[..., Any], layer: int) -> Callable[..., Any]:
         def routed(rows: int, config: Any, y: Any, params: Any) -> Any:
