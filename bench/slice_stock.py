@@ -93,7 +93,7 @@ class StockEngine:
         self._decode(1, 60, 20)  # compiles
 
     def _meet_experts(self) -> None:
-        """A few steps that pick every expert once: the split's worker has just loaded, and the first use of memory is no speed of its own."""
+        """Steps that pick every expert once: the split's worker has just loaded, and the first use of memory is no speed of its own."""
         trace = self._trace
         every = slice_traces.scan_of_all(trace.shape[2])[:, None].astype(np.int64)
         self._trace = torch.from_numpy(np.repeat(every, trace.shape[1], axis=1)).to(trace.device)
