@@ -311,8 +311,9 @@ def test_a_lane_that_was_dear_when_it_was_probed_is_taken_once_it_is_cheap(made:
 
     serving = threading.Thread(target=serve)
     serving.start()
-    # A record takes 4 ms over this link: more than a job of the quick server, less than one of the slow, which has eight actions.
-    costs = FastCosts(ct_tzc_us=4000)
+    # A record takes 1.5 ms over this link: all four of a step less than a job of the slow server, which has eight actions of 2 ms, and far
+    # more than one of the quick.
+    costs = FastCosts(ct_tzc_us=1500)
     try:
         with world(made, 50, 4, 0, costs=costs, policy=PagerPolicy(admit_after=1000)) as w:
             assert w.wait_lane()
