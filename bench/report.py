@@ -62,11 +62,20 @@ def write_result(path: Path, started: dict[str, Any], rows: list[dict[str, Any]]
     print(f"written to {path}")
 
 
+def without_folders(argument: str) -> str:
+    """A command's argument as a reader elsewhere can use it: of a path outside of the project only the name."""
+    name, separator, path = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    if not path.startswith("/"):
+        return argument
+    inside = Path(path).is_relative_to(ROOT)
+    return name + separator + (str(Path(path).relative_to(ROOT)) if inside else Path(path).name)
+
+
 def start(module: str) -> dict[str, Any]:
     """Machine, commit and command of this run; call it before measuring."""
     return {
         "machine": machine(),
         "commit": commit(),
-        "command": f"python -m {module} {' '.join(sys.argv[1:])}".strip(),
+        "command": " ".join(["python -m", module, *map(without_folders, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
