@@ -43,23 +43,30 @@ def rows() -> list[NDArray[np.float32]]:
     return made
 
 
+def by_definition(scores: NDArray[np.float32], params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(tokens that may be drawn, in the order of the draw; their weights): the distribution as it is defined, in double precision."""
+    weights = np.exp((scores.astype(np.float64) - float(scores.max())) / params.temperature)
+    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return np.arange(len(scores)), weights
+    order = np.argsort(-weights, kind="stable")
+    kept = weights[order]
+    if params.top_k > 0:
+        kept = kept[: params.top_k]
+    if params.top_p < 1.0:
+        kept = kept[np.cumsum(kept) - kept < params.top_p * kept.sum()]
+    if params.min_p > 0.0:
+        kept = kept[kept >= params.min_p * kept[0]]
+    return order[: len(kept)], kept
+
+
 def plain(params: SamplingParams) -> Callable[[NDArray[np.float32]], int]:
-    """The same distribution, written down as it is defined."""
+    """Draws by the definition."""
     rng = np.random.default_rng(1)
 
     def choose(row: NDArray[np.float32]) -> int:
         if params.temperature == 0.0:
             return int(row.argmax())
-        scores = row.astype(np.float64)
-        weights = np.exp((scores - scores.max()) / params.temperature)
-        order = np.argsort(-weights, kind="stable")
-        kept = weights[order]
-        if params.top_k > 0:
-            kept = kept[: params.top_k]
-        if params.top_p < 1.0:
-            kept = kept[np.cumsum(kept) - kept < params.top_p * kept.sum()]
-        if params.min_p > 0.0:
-            kept = kept[kept >= params.min_p * kept[0]]
+        order, kept = by_definition(row, params)
         running = np.cumsum(kept)
         return int(order[np.searchsorted(running, rng.random() * running[-1], side="right")])
 

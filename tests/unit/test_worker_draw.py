@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from bench.sampling import by_definition
 from services.gpu_worker import draw
 from services.gpu_worker.logprobs import largest
 from services.gpu_worker.request import SamplingParams
@@ -18,22 +19,6 @@ VOCAB = 154_880
 
 def row(seed: int, spread: float = 3.0, size: int = VOCAB) -> NDArray[np.float32]:
     return (spread * np.random.default_rng(seed).standard_normal(size)).astype(np.float32)
-
-
-def by_definition(scores: NDArray[np.float32], params: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """(tokens that may be drawn in the order of the draw, their weights)."""
-    weights = np.exp((scores.astype(np.float64) - float(scores.max())) / params.temperature)
-    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
-        return np.arange(len(scores)), weights
-    order = np.lexsort((np.arange(len(scores)), -weights))
-    kept = weights[order]
-    if params.top_k > 0:
-        kept = kept[: params.top_k]
-    if params.top_p < 1.0:
-        kept = kept[np.cumsum(kept) - kept < params.top_p * kept.sum()]
-    if params.min_p > 0.0:
-        kept = kept[kept >= params.min_p * kept[0]]
-    return order[: len(kept)], kept
 
 
 KINDS: list[dict[str, Any]] = [
