@@ -27,16 +27,16 @@ from numpy.typing import NDArray
 
 from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.base import VerifyReport
+from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
-from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty, typed_part
+from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.patches.dispatch import DecodeStep
-from services.gpu_worker.patches.expert_load import PROJECTIONS, MoeLayer, Place
+from services.gpu_worker.patches.expert_load import MoeLayer
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
-EXPERT_PARTS = tuple((projection, part) for projection in PROJECTIONS for part in ("trellis", "suh", "svh"))
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,9 @@ class ExpertStore:
         else:
             self._slots = elastic.tensor
         self._host_addresses = np.stack([records.addresses(layer) for layer in range(records.num_layers)])
-        # Where an expert's bytes are now: a slot, or NONE for the host; for the tables and for the tensors, which follow only when read.
+        # Where the tables point: a slot, or NONE for the host. The tensors follow only when they are read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
-        self._tensors_at = self._where.copy()
-        self._tensors: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-        self._parts: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-        kinds = {key: number for number, key in enumerate(dict.fromkeys(map(bytes, records.shapes)))}
-        self._shape_of = [kinds[bytes(shape)] for shape in records.shapes]
+        self._tensors = ExpertTensors(records, layers, self._slots)
         self._copy_stream = torch.cuda.Stream(table.device)
         self._fast: FastSteps | None = None
         self._on_demand: OnDemand | None = None
@@ -168,37 +164,7 @@ class ExpertStore:
         slot = self._staged_slot(layer, expert)
         if slot == NONE:
             slot = int(self._where[layer, expert])
-        if slot == int(self._tensors_at[layer, expert]):
-            return
-        with torch.inference_mode():
-            parts = self._slot_parts(slot, layer) if slot != NONE else self._host_parts(layer, expert)
-            for tensor, source in zip(self._tensors_of(layer, expert), parts, strict=True):
-                tensor.set_(source)  # in place: exllamav3's compiled objects share the tensor
-        self._tensors_at[layer, expert] = slot
-
-    # A prefill of 8,192 tokens points some hundred experts of each layer at other slots, while the device has nothing to do: what can be
-    # made once is kept.
-
-    def _slot_parts(self, slot: int, layer: int) -> tuple[torch.Tensor, ...]:
-        """A slot's bytes as the tensors of an expert of that layer."""
-        shape = self._records.shapes[layer]
-        key = slot, self._shape_of[layer]
-        if key not in self._parts:
-            record = self._slots[slot]
-            self._parts[key] = tuple(typed_part(record, shape, projection, part) for projection, part in EXPERT_PARTS)
-        return self._parts[key]
-
-    def _host_parts(self, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
-        return tuple(self._records.view(Place(layer, expert, projection), part) for projection, part in EXPERT_PARTS)
-
-    def _tensors_of(self, layer: int, expert: int) -> tuple[torch.Tensor, ...]:
-        """The expert's own tensors, in the same order."""
-        key = layer, expert
-        if key not in self._tensors:
-            mlp = self._layers[layer].mlp
-            linears = dict(zip(PROJECTIONS, (mlp.gates[expert], mlp.ups[expert], mlp.downs[expert]), strict=True))
-            self._tensors[key] = tuple(getattr(linears[projection].inner, part) for projection, part in EXPERT_PARTS)
-        return self._tensors[key]
+        self._tensors.point(layer, expert, slot)
 
     def decode_step(self, layer: MoeLayer, stock: DecodeStep) -> DecodeStep:
         """What runs a decode step of the layer: exllamav3's own kernels, or in `fast` ours."""
@@ -496,8 +462,7 @@ class ExpertStore:
         if self._on_demand is not None:
             self._on_demand.close()
         with self._lock:
-            for layer, expert in np.argwhere(self._tensors_at != NONE):
-                self.before_single_expert(int(layer), int(expert))
+            self._tensors.all_to_host()
         if self._elastic is not None:
             self._slots = self._slots[:0]
             self._elastic.close()
