@@ -1,8 +1,8 @@
 """The whole stack on a GPU machine: `python -m bench.gpu_serve`. `glm53 serve` in each mode, answers, kills, restarts.
 
-For each mode: a first start, which tunes kernels and saves their choices; questions whose answers are checked; one stream alone, four together;
-cpu_expert killed in mid-stream, which may change no token; gpu_worker killed in mid-stream, which ends the stream with an error, and the next worker
-re-attaches the arena; then a second start with what the first one saved. Exit 0 when everything was as it must be.
+For each mode: a first start, which tunes kernels and saves their choices; questions whose answers are checked; one stream alone, four
+together; cpu_expert killed in mid-stream, which may change no token; gpu_worker killed in mid-stream, which ends the stream with an error, and
+the next worker re-attaches the arena; then a second start with what the first one saved. Exit 0 when everything was as it must be.
 """
 
 from __future__ import annotations
@@ -169,32 +169,36 @@ def gpu_worker_killed(running: Server, undisturbed: Stream) -> dict[str, Any]:
 def measure(mode: str, env: dict[str, str], work: Path, ready_timeout: float) -> dict[str, Any]:
     """One mode: a row."""
     row: dict[str, Any] = {"mode": mode}
-    env = {**env, "GLM53_MODE": mode}
-    for start in ("first", "second"):
+    for number in ("first", "second"):
         began = time.monotonic()
-        running = server.start(work, env=env, wait=False)
+        running = server.start(work, env={**env, "GLM53_MODE": mode}, wait=False)
         try:
             running.wait_ready(ready_timeout)
-            row[f"{start}_start_s"] = round(time.monotonic() - began, 1)
-            if start == "second":
+            row[f"{number}_start_s"] = round(time.monotonic() - began, 1)
+            if number == "first":
+                measure_first(running, row)
+            else:
                 row["second_start_answers"] = answers(running.url)["right"]
-                continue
-            stats = running.get_json("/stats")
-            row |= {"device": stats.get("device"), "served_as": stats.get("mode"), **answers(running.url)}
-            if mode == "fast":
-                row["lane_up_s"] = until(lambda: lane(running) == "UP", "the CPU lane is up")
-            undisturbed = counting(running)
-            row |= rates(running)
-            if mode == "fast":
-                row |= cpu_expert_killed(running, undisturbed)
-            row |= gpu_worker_killed(running, undisturbed)
-        except Exception as error:  # what was measured so far is kept
+        except (OSError, RuntimeError, ValueError, KeyError, IndexError) as error:  # what was measured so far is kept
             row["error"] = f"{type(error).__name__}: {error}"
             print(running.tail(80), file=sys.stderr)
             break
         finally:
             running.stop()
     return row
+
+
+def measure_first(running: Server, row: dict[str, Any]) -> None:
+    """Everything but the second start, into the row as it comes."""
+    stats = running.get_json("/stats")
+    row |= {"device": stats.get("device"), "served_as": stats.get("mode"), **answers(running.url)}
+    if row["mode"] == "fast":
+        row["lane_up_s"] = until(lambda: lane(running) == "UP", "the CPU lane is up")
+    undisturbed = counting(running)
+    row |= rates(running)
+    if row["mode"] == "fast":
+        row |= cpu_expert_killed(running, undisturbed)
+    row |= gpu_worker_killed(running, undisturbed)
 
 
 def good(row: dict[str, Any]) -> bool:
