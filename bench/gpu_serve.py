@@ -1,8 +1,8 @@
 """The whole stack on a GPU machine: `python -m bench.gpu_serve`. `glm53 serve` in each mode, answers, kills, restarts.
 
 For each mode: a first start, which tunes kernels and saves their choices; questions whose answers are checked; one stream alone, four
-together; cpu_expert killed in mid-stream, which may change no token; gpu_worker killed in mid-stream, which ends the stream with an error, and
-the next worker re-attaches the arena; then a second start with what the first one saved. Exit 0 when everything was as it must be.
+together; cpu_expert killed in mid-stream, which may change no token; gpu_worker killed in mid-stream, which ends the stream with an error,
+and the next worker re-attaches the arena; then a second start with what the first one saved. Exit 0 when everything was as it must be.
 """
 
 from __future__ import annotations
