@@ -5,6 +5,7 @@ bench/gpu_fast.py.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import hashlib
 import os
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench import routing_trace, slice_cases, slice_checkpoint, slice_modules, slice_rates, slice_traces
 from bench.backend_info import gpu_info
@@ -39,6 +41,7 @@ PROMPT = 64
 CARD_MIB = 24_564  # of the card that the model is meant for; torch may take no more outside of the resident mode
 CHUNK = 8192
 PAGES_BEHIND = 2 * PAGE_TOKENS  # of a long context: what decode adds to it, rounded up
+RANDOM_BYTES = 32 << 20  # that records are made of where no files are
 ROUNDS, ROUND_STEPS = 50, 4  # of long prefills and decode steps in turns
 
 
@@ -58,35 +61,48 @@ def slice_hash(num_moe: int) -> bytes:
     return bytes([num_moe]) * 32
 
 
-def open_arena(path: Path, shapes: list[ExpertShape]) -> Arena:
-    """Random records with sane scales; those of an earlier run where they are still there."""
-    import concurrent.futures
+def open_arena(path: Path, shapes: list[ExpertShape], threads: int = 0) -> Arena:
+    """Random records with sane scales; those of an earlier run where they are still there.
 
+    Args:
+        threads: that fill it, each another record; 0 for one per processor.
+
+    Raises:
+        ShmNoSpace: the file system is too small.
+        ShmInUse: another process has the arena.
+    """
     arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, slice_hash(len(shapes)))
     if arena.reattached:
         return arena
-    rng = np.random.default_rng(3)
-    noise = np.frombuffer(rng.bytes(256 << 20), np.uint8)
+    # Bits out of one pool that stays in the processor's cache, from another place each time: what is written is all that memory sees.
+    noise = np.frombuffer(np.random.default_rng(3).bytes(RANDOM_BYTES), np.uint8)
+    parts = [record_scales(shape) for shape in shapes]
 
-    def fill(layer: int) -> None:
-        shape = shapes[layer]
-        scales = {}
-        for projection, inputs, outputs in (("gate", HIDDEN, INTER), ("up", HIDDEN, INTER), ("down", INTER, HIDDEN)):
-            scales[f"{projection}_suh"] = np.random.default_rng(1).choice(np.array([-1, 1], np.float16), inputs)
-            scales[f"{projection}_svh"] = (np.random.default_rng(2).choice([-1, 1], outputs) * 0.7 * inputs**-0.5).astype(np.float16)
-        for expert in range(routing_trace.EXPERTS):
-            record = arena.record(layer, expert)
-            start = (layer * routing_trace.EXPERTS + expert) * 65537 % (len(noise) - shape.record_bytes)
-            record[:] = noise[start : start + shape.record_bytes]
-            for part, values in scales.items():
-                offset = int(getattr(shape, part))
-                record[offset : offset + values.nbytes] = values.view(np.uint8)
-        arena.finish(layer)
+    def fill(slot: int) -> None:
+        layer, expert = divmod(slot, routing_trace.EXPERTS)
+        record, size = arena.record(layer, expert), shapes[layer].record_bytes
+        start = slot * 65537 % (len(noise) - size)
+        record[:] = noise[start : start + size]
+        for offset, values in parts[layer]:
+            record[offset : offset + len(values)] = values
+        arena.finish(layer, expert, 1)
 
-    with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        list(pool.map(fill, range(len(shapes))))
+    with concurrent.futures.ThreadPoolExecutor(threads or len(os.sched_getaffinity(0))) as pool:
+        for done in [pool.submit(fill, slot) for slot in range(len(shapes) * routing_trace.EXPERTS)]:
+            done.result()
     arena.seal()
     return arena
+
+
+def record_scales(shape: ExpertShape) -> list[tuple[int, NDArray[np.uint8]]]:
+    """Where a record's scales begin, and bytes for them with which no activation grows or dies out."""
+    scales = []
+    for projection, inputs, outputs in (("gate", HIDDEN, INTER), ("up", HIDDEN, INTER), ("down", INTER, HIDDEN)):
+        signs = np.random.default_rng(1).choice(np.array([-1, 1], np.float16), inputs)
+        sizes = (np.random.default_rng(2).choice([-1, 1], outputs) * 0.7 * inputs**-0.5).astype(np.float16)
+        for part, values in (("suh", signs), ("svh", sizes)):
+            scales.append((int(getattr(shape, f"{projection}_{part}")), values.view(np.uint8)))
+    return scales
 
 
 def fill_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[ExpertShape], Row]:

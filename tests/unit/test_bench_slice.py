@@ -658,3 +658,26 @@ def test_clean_takes_everything_of_the_benches_and_nothing_else(tmp_path: Path, 
         gpu_exact_slice.main(["clean", "--folder", str(tmp_path / "slice"), "--state", str(tmp_path / "rows")])
         assert [path.name for path in tmp_path.iterdir()] == ["glm53-main-arena"]
     assert str(gpu_exact.ARENA) == "/dev/shm/glm53-gpu-exact-arena"
+
+
+def test_an_arena_without_files_is_filled_by_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every record is whole, differs from its neighbour, and has scales that are no noise; a second call takes it over."""
+    monkeypatch.setattr(routing_trace, "EXPERTS", 5)
+    monkeypatch.setattr(slice_ours, "HIDDEN", 256)
+    monkeypatch.setattr(slice_ours, "INTER", 128)
+    shapes = [ExpertShape.create(256, 128, 3) for _ in range(3)]
+    arena = slice_ours.open_arena(tmp_path / "arena", shapes, threads=4)
+    assert not arena.reattached
+    assert all(arena.check(layer, expert) for layer in range(3) for expert in range(5))
+    first, last = arena.record(0, 0), arena.record(2, 4)
+    assert (first != last).mean() > 0.5
+    for record in (first, last):
+        for offset, values in slice_ours.record_scales(shapes[0]):
+            assert (record[offset : offset + len(values)] == values).all()
+    down = np.abs(last[shapes[0].down_svh : shapes[0].down_svh + 512].view(np.float16).astype(float))
+    assert down == pytest.approx(np.full(256, 0.7 * 128**-0.5), rel=1e-3)
+    del first, last, record, down
+    arena.close()
+    again = slice_ours.open_arena(tmp_path / "arena", shapes)
+    assert again.reattached
+    again.unlink()
