@@ -130,6 +130,34 @@ int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t 
   });
 }
 
+int glm53_pager_ask(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
+  return guarded(-1, [&] {
+    pager->impl.ask(layer, rows, selected, stream);
+    return 0;
+  });
+}
+
+int glm53_pager_wait(Glm53Pager* pager, void* stream) {
+  return guarded(-1, [&] {
+    pager->impl.wait(stream);
+    return 0;
+  });
+}
+
+int glm53_pager_hint(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t ids, uint32_t width, void* stream) {
+  return guarded(-1, [&] {
+    pager->impl.hint(layer, rows, ids, width, stream);
+    return 0;
+  });
+}
+
+int glm53_pager_hints(Glm53Pager* pager, uint64_t counters[6]) {
+  return guarded(-1, [&] {
+    pager->impl.hint_stats(counters);
+    return 0;
+  });
+}
+
 int glm53_pager_put(Glm53Pager* pager, uint32_t record, uint32_t slot) {
   return guarded(-1, [&] {
     pager->impl.put(record, slot);

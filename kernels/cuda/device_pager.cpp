@@ -25,6 +25,7 @@ void DevicePager::require(bool holds, const char* problem) {
 DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
     : spec_(spec),
       driver_(spec.driver != nullptr ? *spec.driver : cuda_driver()),
+      hints_(spec.hint_records == 0 ? nullptr : std::make_unique<HintParts>(spec)),
       heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight}),
       slots_(spec.num_slots - std::min(spec.num_transit, spec.num_slots), spec.num_layers * spec.experts_per_layer),
       dirty_(spec.num_layers, true),
@@ -54,6 +55,7 @@ uint64_t DevicePager::enter(uint32_t layer, uint32_t rows, bool with_x) {
   if (enqueued_ - served_.load(std::memory_order_acquire) >= kRing) throw Error(GLM53_TIMEOUT, "the host is too far ahead of the device");
   const uint64_t number = ++enqueued_;
   ring_[number % kRing] = {layer, rows, with_x};
+  if (hints_ != nullptr) hints_->given[number % kRing].store(0, std::memory_order_relaxed);
   // Armed before the device is told: if enqueuing breaks half way the thread must not sleep through what was enqueued.
   armed_.post(number);
   return number;
@@ -65,14 +67,28 @@ void DevicePager::refuse(const char* what) {
 }
 
 void DevicePager::step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
+  ask(layer, rows, selected, stream);
+  wait(stream);
+}
+
+void DevicePager::ask(uint32_t layer, uint32_t rows, uint64_t selected, void* stream) {
   require(fast_ == nullptr, "step: the pager was made for fast");
   const uint32_t value = static_cast<uint32_t>(enter(layer, rows, false));
   const size_t stride = static_cast<size_t>(spec_.max_rows) * spec_.top_k;
   const size_t bytes = static_cast<size_t>(rows) * spec_.top_k * sizeof(int64_t);
   const bool sent = driver_.copy_to_host(spec_.picks + layer * stride, selected, bytes, stream) == 0 &&
-                    driver_.write_word(stream, spec_.words_on_device + kRequest * 4, value, kWriteDefault) == 0 &&
-                    driver_.wait_word(stream, spec_.words_on_device + kReply * 4, value, kWaitGreaterEqual) == 0;
+                    driver_.write_word(stream, spec_.words_on_device + kRequest * 4, value, kWriteDefault) == 0;
   if (!sent) refuse("the GPU driver refuses a request: the device is lost, or has no stream memory operations");
+  asked_ = true;
+  asked_layer_ = layer;
+}
+
+void DevicePager::wait(void* stream) {
+  require(asked_, "wait: no step was asked for");
+  asked_ = false;
+  if (driver_.wait_word(stream, spec_.words_on_device + kReply * 4, static_cast<uint32_t>(enqueued_), kWaitGreaterEqual) != 0) {
+    refuse("the GPU driver refuses to wait for a step: the device is lost, or has no stream memory operations");
+  }
 }
 
 void DevicePager::run() {

@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "cuda/device_costs.h"
+#include "cuda/device_hints.h"
 #include "cuda/device_lane.h"
 #include "expert_pager.h"
 #include "tier/heat.h"
@@ -88,6 +89,9 @@ class DevicePager {
   DevicePager& operator=(const DevicePager&) = delete;
 
   void step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+  void ask(uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+  void wait(void* stream);
+  void hint(uint32_t layer, uint32_t rows, uint64_t ids, uint32_t width, void* stream);
   void publish(uint32_t layer, uint32_t rows, uint64_t selected, uint64_t x, void* stream);
   void finish(uint32_t layer, uint32_t rows, uint64_t weights, uint64_t shared, uint64_t out, void* stream);
   void force(uint32_t placement, uint64_t seed);
@@ -101,12 +105,13 @@ class DevicePager {
   void read_heat(float* slow, float* fast);
   void write_heat(const float* slow, const float* fast);
   void stats(uint64_t counters[8]);
+  void hint_stats(uint64_t counters[6]);
 
  private:
   static constexpr uint32_t kRing = 1024;           // steps that the host may be ahead of the device
   static constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
   static constexpr uint32_t kWriteDefault = 0;
-  static constexpr uint32_t kRequest = 0, kScratch = 16, kReply = 32, kLaneReply = 48;
+  static constexpr uint32_t kRequest = 0, kScratch = 16, kReply = 32, kLaneReply = 48, kHint = 56, kHintLanded = 60;
 
   enum Counter { kSteps, kPicks, kHits, kMissed, kAdmitted, kTransit, kInPlace, kBytes };
 
@@ -165,8 +170,12 @@ class DevicePager {
   std::vector<int64_t> offsets_;
   void* context_ = nullptr;
   std::array<Step, kRing> ring_{};
-  uint64_t enqueued_ = 0;  // the stepping thread's
-  SeqWord armed_;          // steps whose request is enqueued
+  // The stepping thread's: steps that it entered, and the one of `exact` that was asked for and is not waited for yet.
+  uint64_t enqueued_ = 0;
+  bool asked_ = false;
+  uint32_t asked_layer_ = 0;
+  const std::unique_ptr<HintParts> hints_;  // null: there are none
+  SeqWord armed_;                           // steps whose request is enqueued
   std::atomic<uint64_t> served_{0};
   std::atomic<bool> stop_{false};
   std::atomic<bool> failed_{false};

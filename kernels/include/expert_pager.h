@@ -42,14 +42,20 @@ typedef struct PagerSpec {
   const int64_t* offsets;  /* [num_layers][num_parts]: where a record's parts begin; copied */
   int64_t* mirror;         /* pinned: as table */
   int64_t* picks;          /* pinned: [num_layers][max_rows * top_k] */
-  uint32_t* words;         /* pinned, mapped, 256 bytes, zeroed: [0] raised by the device, [32] and [48] waited for by it, [16] scratch */
+  uint32_t* words; /* pinned, mapped, 256 bytes, zeroed: [0] and [56] raised by the device, [32] and [48] waited for by it, [60] raised
+                      on the copy stream, [16] scratch */
   uint64_t words_on_device;
   void* copy_stream;
   const PagerDriver* driver; /* NULL: the CUDA driver's */
   float slow_half_life, fast_half_life, fast_weight, admit_margin;
   uint32_t admit_after;
-  uint32_t link_derate; /* measurements: every record is copied so many times, as over a link of that fraction of the rate; 1 otherwise */
+  uint32_t link_derate;  /* measurements: every record is copied so many times, as over a link of that fraction of the rate; 1 otherwise */
+  int64_t* hints;        /* pinned: [num_layers][max_rows * PAGER_HINT_WIDTH]; NULL when hint_records is 0 */
+  uint32_t hint_records; /* most records that one hint brings ahead; 0: there are no hints */
+  uint32_t hint_chunk;   /* bytes of one copy of a hint; a step's own copies wait for two of them at most */
 } PagerSpec;
+
+enum { PAGER_HINT_WIDTH = 16 }; /* most ids of a row of a hint */
 
 /* `fast`: decode steps run on the integer expert kernels (moe_cuda.h), and cpu_expert may take picks of theirs. The answer has the same
  * bits wherever a pick is computed. One layer step on the compute stream: publish  picks, and activations when the CPU lane may want them,
@@ -105,6 +111,14 @@ ABI_API int glm53_pager_lane_up(const Glm53Pager* pager);
 ABI_API const char* glm53_pager_fast_stats(Glm53Pager* pager);
 /* Enqueues on `stream`: the copy of `selected` (device, int64 [rows][top_k]), the request, the wait. Never waits itself. */
 ABI_API int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+/* The two halves of a step: the copy and the request, then the wait. */
+ABI_API int glm53_pager_ask(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+ABI_API int glm53_pager_wait(Glm53Pager* pager, void* stream);
+/* What layer `layer` is thought to pick, while the device waits in the step of the layer before: to be called between the two halves of
+ * that step (ask and wait, or publish and finish), once. ids: device, int64 [rows][width], best first, width <= PAGER_HINT_WIDTH; an id
+ * that is no expert is skipped. Enqueues a copy and a word, never waits. It moves bytes only: what a step computes does not depend on it.
+ */
+ABI_API int glm53_pager_hint(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t ids, uint32_t width, void* stream);
 /* The device must be idle for the following, as far as decode steps go. */
 ABI_API int glm53_pager_put(Glm53Pager* pager, uint32_t record, uint32_t slot); /* the record's bytes are in the slot */
 ABI_API int glm53_pager_vacate(Glm53Pager* pager, uint32_t first_slot, uint32_t count);
@@ -119,6 +133,9 @@ ABI_API int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const f
 /* counters u64[8]: layer steps, picks, hits, distinct records missed, of these admitted, in transit, read in place, bytes copied. -1 when a
  * driver call failed: what is running may be wrong. What was missed and is none of the three went to the CPU lane. */
 ABI_API int glm53_pager_stats(Glm53Pager* pager, uint64_t counters[8]);
+/* counters u64[6]: distinct records that hints named and that were in no slot; copies begun for them; of these picked by the step that was
+ * hinted at with every byte there, picked and finished by that step, not picked; bytes copied before a step asked. */
+ABI_API int glm53_pager_hints(Glm53Pager* pager, uint64_t counters[6]);
 /* The costs and the split alone, without a device: how many of num_misses records, coldest first, go to the CPU lane. lane_us: [8], one
  * expert with 1..8 rows; job_us < 0: there was no probe. predicted_us: [2], device and lane. */
 ABI_API int glm53_pager_split(double kernel_a_us, double kernel_b_us, double link_us, double job_us, const double* lane_us, uint32_t hits,

@@ -13,6 +13,7 @@ from kernels.python import shm_lib
 from kernels.python.errors import raise_last
 
 WORDS_BYTES = 256
+HINT_WIDTH = 16  # most ids of a row of a hint
 
 
 class PagerDriver(ctypes.Structure):
@@ -45,6 +46,9 @@ class PagerSpec(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("slow_half_life", "fast_half_life", "fast_weight", "admit_margin")),
         ("admit_after", ctypes.c_uint32),
         ("link_derate", ctypes.c_uint32),
+        ("hints", ctypes.c_uint64),
+        ("hint_records", ctypes.c_uint32),
+        ("hint_chunk", ctypes.c_uint32),
     ]
 
 
@@ -68,6 +72,7 @@ class PagerLayout:
     words_address: int  # WORDS_BYTES, zeroed, mapped
     words_device: int
     copy_stream: int
+    hints_address: int = 0  # int64 [layers, max_rows * HINT_WIDTH]; 0 when the policy's hint_records is 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,8 @@ class PagerPolicy:
     admit_after: int = 1
     max_copies: int = 64  # records of one layer step; the rest are read in place
     link_derate: int = 1  # measurements: every record is copied so many times, as over a link of that fraction of the rate
+    hint_records: int = 0  # most records that one hint brings ahead of its layer's step; 0: there are no hints
+    hint_chunk: int = 1 << 20  # bytes of one copy of a hint; the copies of a step wait for two of them at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +102,18 @@ class PagerCounters:
     transit: int
     in_place: int
     bytes_copied: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HintCounters:
+    """What hints did since the pager was made. Every copy that was started ends as used, late or dropped."""
+
+    hinted: int  # distinct records that hints named and that were in no slot; a hint that came too late to be looked at counts none
+    started: int  # copies begun
+    used: int  # picked, and every byte was there when the step asked
+    late: int  # picked, and the step had to wait for its last bytes
+    dropped: int  # not picked
+    bytes_copied: int  # before a step asked; what a late one still needed is in PagerCounters.bytes_copied
 
 
 class Pager:
@@ -127,6 +146,31 @@ class Pager:
         selected: device address of int64 [rows, top_k]. stream: the compute stream.
         """
         self._done(self._library.glm53_pager_step(self._pointer, layer, rows, selected, stream))
+
+    def ask(self, layer: int, rows: int, selected: int, stream: int) -> None:
+        """The first half of `step`: the host learns the picks. What is enqueued before `wait` runs while missing records are on their way.
+
+        selected: device address of int64 [rows, top_k].
+        """
+        self._done(self._library.glm53_pager_ask(self._pointer, layer, rows, selected, stream))
+
+    def wait(self, stream: int) -> None:
+        """The second half of `step`. Raises ValueError when no step was asked for."""
+        self._done(self._library.glm53_pager_wait(self._pointer, stream))
+
+    def hint(self, layer: int, rows: int, ids: int, width: int, stream: int) -> None:
+        """Says what `layer` will probably pick, while the device waits in the step of the layer before. It moves bytes only.
+
+        To be called between the two halves of that step, once. ids: device address of int64 [rows, width], best first, at most HINT_WIDTH
+        wide; one that is no expert is skipped. Never waits. Raises ValueError anywhere else, and where the policy has no hint_records.
+        """
+        self._done(self._library.glm53_pager_hint(self._pointer, layer, rows, ids, width, stream))
+
+    def hint_counters(self) -> HintCounters:
+        """All 0 where there are no hints."""
+        values = (ctypes.c_uint64 * 6)()
+        self._done(self._library.glm53_pager_hints(self._pointer, values))
+        return HintCounters(*(int(value) for value in values))
 
     def put(self, record: int, slot: int) -> None:
         """Says that a record's bytes are in an empty slot. The device must be idle; `flush` sends the tables."""
@@ -216,6 +260,9 @@ def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPoli
         policy.admit_margin,
         policy.admit_after,
         policy.link_derate,
+        layout.hints_address,
+        policy.hint_records,
+        policy.hint_chunk,
     )
 
 
@@ -227,6 +274,10 @@ def load() -> Any:
         signatures: dict[str, tuple[list[Any], Any]] = {
             "glm53_pager_create": ([pointer], pointer),
             "glm53_pager_step": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
+            "glm53_pager_ask": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
+            "glm53_pager_wait": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_hint": ([pointer, u32, u32, u64, u32, pointer], ctypes.c_int),
+            "glm53_pager_hints": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_create_fast": ([pointer, pointer], pointer),
             "glm53_pager_publish": ([pointer, u32, u32, u64, u64, pointer], ctypes.c_int),
             "glm53_pager_finish": ([pointer, u32, u32, u64, u64, u64, pointer], ctypes.c_int),
