@@ -202,8 +202,8 @@ def measure_resident(
     rig: GpuRig, results: Results, routing: slice_ours.ForcedRouting, args: argparse.Namespace, watch: Watch
 ) -> dict[int, float]:
     """Every expert in VRAM: what the bound begins with, rates. Streams -> milliseconds a step."""
-    exact = Setting("every expert in VRAM, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
-    ours = Setting("every expert in VRAM, fast", slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False)
+    exact = Setting(f"{fast_figures.RESIDENT}, exact", fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False)
+    ours = Setting(f"{fast_figures.RESIDENT}, fast", slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False)
     streams = (1, 2, 4)
     if not results.done(**key_of(exact, 1)) or "dram_gb_s" not in results.kept.facts:
         with rig.backend(exact) as backend:
@@ -215,16 +215,24 @@ def measure_resident(
             results.kept.note(**{name: round(value / 1e9, 2) for name, value in rates.items()})
             slice_ours.decode(backend, routing, 1, 0, 30, rig.deadline)  # compiles
             measure(results, backend, routing, exact, args, rig.deadline, {}, (1,), watch=watch)
+        del backend
+        give_slots_back()
     if not all(results.done(**key_of(ours, n)) for n in streams):
         with rig.backend(ours) as backend:
             measure(results, backend, routing, ours, args, rig.deadline, {}, streams, watch=watch)
+        del backend
     # What follows is of a card of 24 GB: the many slots go back to the driver, and so much again is refused.
-    gc.collect()  # a cycle held the slots of every expert into the first row behind
-    torch.cuda.empty_cache()
+    give_slots_back()
     total = torch.cuda.mem_get_info(loader.DEVICE)[1]
     torch.cuda.set_per_process_memory_fraction(min(1.0, slice_ours.CARD_MIB * 2**20 / total))
     watch.take(exact)
     return {n: results.row(**key_of(ours, n))["ms"] for n in streams if results.done(**key_of(ours, n))}
+
+
+def give_slots_back() -> None:
+    """The slots of every backend that nobody names any more go back to the driver: cycles hold them, and torch keeps what it has."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def measure_setting(
@@ -257,6 +265,7 @@ def measure_setting(
         "stride": rig.loaded.records.stride,
     }
     chosen = argparse.Namespace(warm=args.warm, steps=steps)
+    give_slots_back()
     with rig.backend(setting) as backend:
         measure(results, backend, routing, setting, chosen, rig.deadline, bound, fits, watch=watch)
 

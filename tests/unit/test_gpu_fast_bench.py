@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import dataclasses
 import functools
+import gc
 import json
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from kernels.python.expert import ExpertPool, ExpertTask
 from kernels.python.fast_pager import FastOptions
 from services.gpu_worker.backends.exl3 import backend as backend_module
 from services.gpu_worker.backends.exl3 import loader
+from services.gpu_worker.backends.exl3.experts import ExpertStore
 from services.gpu_worker.patches import pointer_tables
 from services.gpu_worker.patches.expert_load import MoeLayer
 from services.gpu_worker.patches.replace import Replacements
@@ -451,7 +453,12 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     monkeypatch.setattr(gpu_fast_parts.slice_rates, "read_rate", lambda *_args: 5e9)
     monkeypatch.setattr(gpu_fast_parts.torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(gpu_fast_parts.torch.cuda, "mem_get_info", lambda _device: (1 << 30, 2 << 30))
-    monkeypatch.setattr(gpu_fast_parts.torch.cuda, "set_per_process_memory_fraction", lambda _share: None)
+    held: list[int] = []  # stores of ours that are alive when the cap of a card of 24 GB is set
+
+    def cap(_share: float) -> None:
+        held.append(sum(type(o) is ExpertStore and o._records is rig.loaded.records for o in gc.get_objects()))
+
+    monkeypatch.setattr(gpu_fast_parts.torch.cuda, "set_per_process_memory_fraction", cap)
     monkeypatch.setattr(fast_figures, "ENOUGH_STEPS", 6)
     rig.loaded.model.fwd_modules = [(Passing(), 0, 0), (types.SimpleNamespace(mlp=None), 0, 1), (Passing(), 0, 2)]
     monkeypatch.setattr(rig.loaded.model, "forward", through(rig.loaded.model))
@@ -465,6 +472,7 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
     measured = [key for key in results.kept.rows if key in expected]
     assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2"]
+    assert held == [0]
     assert set(results.left_out) == {*expected, "hidden states"} - set(measured)
     monkeypatch.setattr(gpu_fast_parts, "HIDDEN_S", 0.0)
     results.add(**gpu_fast.RMS, stock=1e-3)
@@ -522,6 +530,23 @@ def test_an_error_takes_no_row_back(tmp_path: Path) -> None:
     assert results.row(**rows[0]) == {**rows[0], "tok_s": 100.0}
     assert results.row(**rows[1])["error"] == "RuntimeError: x"
     assert (results.done(**rows[0]), results.done(**rows[1])) == (True, False)
+
+
+def test_the_peak_of_vram_is_that_of_a_card_of_24_gb() -> None:
+    """Rows with every expert in VRAM have a figure of their own; every other row counts, whatever it is called."""
+    figures = fast_figures.summarise(
+        [
+            {"part": "speed", "name": f"{fast_figures.RESIDENT}, fast", "streams": 4, "link_derate": 1, "vram_peak_mib": 66_412},
+            {"part": "speed", "name": "fast", "streams": 1, "link_derate": 1, "vram_peak_mib": 7_168},
+            {"part": "speed", "name": "exact in step", "streams": 1, "link_derate": 1, "vram_peak_mib": 8_192},
+            {"part": "speed", "name": "fast", "streams": 2, "link_derate": 1},
+        ],
+        {"boot_id": "x"},
+        fast_figures.Others(),
+    )
+    assert (figures["vram_peak_gib"], figures["vram_peak_gib_every_expert"]) == (8.0, 64.86)
+    none = fast_figures.summarise([], {"boot_id": "x"}, fast_figures.Others())
+    assert (none["vram_peak_gib"], none["vram_peak_gib_every_expert"]) == (None, None)
 
 
 class Passing:
