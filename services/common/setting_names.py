@@ -51,6 +51,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_EC_ADMISSION",
         "GLM53_EC_ADMIT_AFTER",
         "GLM53_EC_ELASTIC_GB",
+        "GLM53_EC_HINTS",
         "GLM53_EC_MAX_SLOTS",
         "GLM53_EC_RESERVE_GB",
         "GLM53_EXPERT_BACKEND",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -14,6 +14,7 @@ from services.common.settings import ServiceSettings
 # Of the tree that this file is in; other installations have no checkpoint in them.
 _TREE = Path(__file__).resolve().parents[2]
 ELASTIC_GB = 10.0  # GLM53_EC_ELASTIC_GB unless it is set; 0 lends nothing
+MOST_HINTS = 8  # records of a layer that a hint brings ahead
 LEAST_CONTEXT = 64  # a chat template's own tokens, a short question and one token of answer
 
 
@@ -150,6 +151,12 @@ class GpuWorkerSettings(ServiceSettings):
         "auto",
         validation_alias="GLM53_EC_ADMISSION",
         description="On a GPU: a missing expert is copied into a slot in the step that picked it, or read in place and copied after it.",
+    )
+    ec_hints: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=MOST_HINTS)] = Field(
+        "auto",
+        validation_alias="GLM53_EC_HINTS",
+        description="On a GPU, where missing experts are copied in the step: most that a guess of the next layer's picks brings ahead,"
+        " 1 to 8; off: no guesses. auto is off until it is measured to be faster.",
     )
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."

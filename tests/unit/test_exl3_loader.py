@@ -11,6 +11,7 @@ import pytest
 
 from kernels.python.expert import Variant
 from services.common.errors import ConfigError
+from services.gpu_worker.backends import select
 from services.gpu_worker.backends.exl3 import fast_setup, loader
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
@@ -77,6 +78,32 @@ def test_fast_falls_back_to_exact_and_says_why() -> None:
     assert loader.resolve_mode("auto", "this GPU has 75") == ("exact", "auto: this GPU has 75")
     assert loader.resolve_mode("fast", "") == ("fast", "asked for")
     assert loader.resolve_mode("fast", "this GPU has 75") == ("exact", "fast was asked for and is not possible: this GPU has 75")
+
+
+def test_hints_are_taken_where_steps_bring_what_is_missing() -> None:
+    """A number in `fast` and in exact with in_step; auto is off so far, and nothing else than off where no step brings anything."""
+    assert [loader.resolve_hints(asked, brings=True) for asked in ("auto", "off", 1, 8)] == [loader.AUTO_HINTS, 0, 1, 8]
+    assert [loader.resolve_hints(asked, brings=False) for asked in ("auto", "off")] == [0, 0]
+    with pytest.raises(ConfigError, match=r"GLM53_EC_HINTS=3 needs .*GLM53_MODE=fast, or exact with GLM53_EC_ADMISSION=in_step; or unset"):
+        loader.resolve_hints(3, brings=False)
+
+
+def test_how_many_hints_is_read_from_the_environment() -> None:
+    """auto, off, or a number up to eight; anything else is refused at start."""
+    read = [GpuWorkerSettings.load({"GLM53_EC_HINTS": text}).ec_hints for text in ("auto", "off", "3")]
+    assert read == ["auto", "off", 3]
+    assert GpuWorkerSettings.load({}).ec_hints == "auto"
+    for text in ("0", "9", "-1", "on", "2.5"):
+        with pytest.raises(ConfigError, match="GLM53_EC_HINTS"):
+            GpuWorkerSettings.load({"GLM53_EC_HINTS": text})
+
+
+def test_a_worker_without_a_gpu_takes_no_hints() -> None:
+    """It is told so before anything is loaded."""
+    checkpoint: Any = None
+    settings = GpuWorkerSettings.load({"GLM53_EC_HINTS": "2", "GLM53_DEVICE": "cpu"})
+    with pytest.raises(ConfigError, match="GLM53_EC_HINTS=2 is for a GPU"):
+        select.load(settings, checkpoint, lambda _fraction, _what: None)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,11 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Callable[[fl
         from services.gpu_worker.backends.exl3 import loader
 
         return loader.load(settings, checkpoint, note, reason)
+    if settings.ec_hints not in ("auto", "off"):
+        raise ConfigError(
+            f"GLM53_EC_HINTS={settings.ec_hints} is for a GPU, which experts are brought to, and this worker computes on the CPU: unset it",
+            param="GLM53_EC_HINTS",
+        )
     return cpu.load(settings, checkpoint, note, reason)
 
 

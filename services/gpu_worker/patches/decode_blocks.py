@@ -11,7 +11,7 @@ through stock's functions. A block that is not of the kind written for here keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -82,8 +82,16 @@ class Site:
         self._norm(at.mixed, self._weight, at.normed, *self._norm_fixed)
 
 
+class EarlyStreams(Protocol):
+    """Who guesses, while a layer's experts are brought, what the next layer picks (early_router.py)."""
+
+    def hold(self, streams: torch.Tensor) -> None:
+        """The experts that run next read these residual streams, float32 [rows, 4, hidden], through mixer and norm."""
+        ...
+
+
 class DecodeBlock:
-    """A block's forward pass.
+    """A block's forward pass. `early` is told what goes into its experts; the streams may be read until those have been launched.
 
     Args:
         ext: exllamav3's extension.
@@ -97,6 +105,7 @@ class DecodeBlock:
         self._hidden = int(block.attn_hc.hidden_size)
         self._attention = Site(ext, block.attn_hc, block.attn_norm)
         self._experts = Site(ext, block.mlp_hc, block.mlp_norm)
+        self.early: EarlyStreams | None = None
 
     def forward(self, x: torch.Tensor, params: dict[str, Any], out_dtype: Any = None) -> Any:
         """As the block's own; x: float32 [rows, 1, 4, hidden], which is changed in place."""
@@ -109,6 +118,8 @@ class DecodeBlock:
         y = block.attn.forward(at.normed3, params)
         self._apply(streams, y.view(rows, width), at.post, at.comb)
         self._experts.run(streams, at)
+        if self.early is not None:
+            self.early.hold(streams)
         y = block.mlp.forward(at.normed3, params)
         self._apply(streams, y.view(rows, width), at.post, at.comb)
         return x

@@ -19,6 +19,10 @@ NAME = "dispatch"
 DecodeStep = Callable[[Any, Any, Any], None]
 
 
+# (layer, rows) -> int64 [rows, width] on the device, the likeliest first: what the next layer may pick; None for no guess. It never waits.
+EarlyPicks = Callable[[int, int], Any]
+
+
 class Residency(Protocol):
     """What the patch calls, always in the thread of the forward pass. None of the calls may wait for the device."""
 

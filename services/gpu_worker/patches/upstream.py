@@ -24,6 +24,8 @@ TARGETS = (
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.load_local", "195fe594d5be2c2b"),
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP.forward", "cafbe8cdf3da9640"),
     Target("exllamav3.modules.block_sparse_mlp", "BlockSparseMLP._batch_recon_layer", "0f8a8439b1fedebc"),
+    Target("exllamav3.modules.block_sparse_mlp_routing", "RoutingCFG", "802f2c75a6724fe6"),
+    Target("exllamav3.modules.block_sparse_mlp_routing", "routing_dots", "5e5dcb86be617858"),
     Target("exllamav3.modules.block_sparse_mlp_cpu", "BlockSparseMLP_CPU", "5b812bff2cc88197"),
     Target("exllamav3.modules.embedding", "Embedding.forward", "02e41a46fdd43e79"),
     Target("exllamav3.modules.mla_attn", "MLAttention._update_pool_plane", "da35005e1c76d106"),

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.python.pager import PagerPolicy
+from kernels.python.pager import HintCounters, PagerPolicy
 from services.gpu_worker.backends.base import VerifyReport
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
@@ -33,7 +33,7 @@ from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
-from services.gpu_worker.patches.dispatch import DecodeStep
+from services.gpu_worker.patches.dispatch import DecodeStep, EarlyPicks
 from services.gpu_worker.patches.expert_load import MoeLayer
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
@@ -169,6 +169,16 @@ class ExpertStore:
     def decode_step(self, layer: MoeLayer, stock: DecodeStep) -> DecodeStep:
         """What runs a decode step of the layer: exllamav3's own kernels, or in `fast` ours."""
         return stock if self._fast is None else self._fast.decode_step(layer, stock)
+
+    def hint_from(self, early: EarlyPicks) -> None:
+        """Decode steps bring ahead what `early` guesses of the next layer's picks.
+
+        Raises:
+            ValueError: misses are not copied within the step, or the pager's policy has no hints.
+        """
+        if self._on_demand is None:
+            raise ValueError("hints need decode steps that bring what is missing")
+        self._on_demand.hint_from(early)
 
     def _note_picks(self, layer: int, rows: int, selected: Any) -> None:
         if self._fast is not None:
@@ -503,6 +513,7 @@ class ExpertStore:
             "slots_used": int(np.count_nonzero(pager.where() != NONE)),
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
+            **hint_stats(pager.hint_counters()),
             **(self._fast.stats() if self._fast is not None else {}),
             **(self._elastic.stats() if self._elastic is not None else {}),
         }
@@ -527,3 +538,17 @@ class ExpertStore:
             size = self._records.shapes[record // self._records.num_experts].record_bytes
             bad_slots += not torch.equal(held[:size], self._records.host[record][:size])
         return VerifyReport(self._records.num_records, bad, checked, bad_slots)
+
+
+def hint_stats(counters: HintCounters | None) -> dict[str, Any]:
+    """Of records that were brought ahead, JSON-ready."""
+    if counters is None:
+        return {}
+    return {
+        "hint_records_named": counters.hinted,
+        "hint_records_started": counters.started,
+        "hint_records_used": counters.used,
+        "hint_records_late": counters.late,
+        "hint_records_dropped": counters.dropped,
+        "hint_bytes_copied": counters.bytes_copied,
+    }

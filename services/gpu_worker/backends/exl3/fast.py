@@ -3,7 +3,7 @@
 Every pick has the same bits wherever it is computed, so an answer does not depend on what is cached or on how fast cpu_expert is. Who
 computes what is decided by the pager's own thread (kernels/cuda/device_pager_fast.cpp); the forward pass's thread only enqueues:
 
-    publish -> the shared expert, on exllamav3's kernels -> wait, routed experts, wait, sum
+    publish -> the shared expert, on exllamav3's kernels -> hint for the next layer -> wait, routed experts, wait, sum
 
 The shared expert runs while the host decides and copies. exllamav3 has it in the same call as the routed experts: that call with every
 weight 0 computes it alone, since a pick of weight 0 is neither read nor computed there.
@@ -180,6 +180,8 @@ class FastSteps(OnDemand):
             self.begin(layer.index, y, selected)
             if shared:
                 stock(y, selected, self._no_weights[:rows])
+            if self._early is not None:
+                self.hint(layer.index, rows, self._stream())
             self.end(layer.index, weights, out, shared)
 
         return run

@@ -30,7 +30,16 @@ from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
-from services.gpu_worker.patches import decode_blocks, dispatch, expert_load, pointer_tables, pool_words, triton_tuners, upstream
+from services.gpu_worker.patches import (
+    decode_blocks,
+    dispatch,
+    early_router,
+    expert_load,
+    pointer_tables,
+    pool_words,
+    triton_tuners,
+    upstream,
+)
 from services.gpu_worker.patches.replace import Replacements
 from services.gpu_worker.settings import GpuWorkerSettings
 
@@ -40,6 +49,7 @@ Note = Callable[[float, str], None]
 DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
 DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
+AUTO_HINTS = 0  # records of a layer that a guess brings ahead: none until that is measured to be faster
 AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one to four streams is 7 to 21 % shorter
 KERNEL_REASONS = {
     "exact": "exact: the decode and prefill kernels are exllamav3's own",
@@ -79,6 +89,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     note(0.0, "checking the experts")
     shapes = cpu_arena.expert_shapes(checkpoint)
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
+    in_step = settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP)
+    hints = resolve_hints(settings.ec_hints, brings=mode == "fast" or in_step)
     check_machine(settings, checkpoint, shapes)
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
@@ -99,8 +111,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     slots, slots_reason = resolve_slots(settings.ec_max_slots, free_bytes(), reserve, loaded.records.stride, loaded.records.num_records)
     options = ExpertOptions(
         PlacementOptions(admit_after=settings.ec_admit_after),
-        on_demand=settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP),
-        pager=PagerPolicy(admit_after=settings.ec_admit_after),
+        on_demand=in_step,
+        pager=PagerPolicy(admit_after=settings.ec_admit_after, hint_records=0 if slots == loaded.records.num_records else hints),
         fast=fast_setup.make(settings, arena, checkpoint.config.num_experts_per_tok) if mode == "fast" else None,
     )
     elastic = lending.make(slots, loaded.records.stride, DEVICE, most=most, reserve=reserve) if lends else None
@@ -229,8 +241,22 @@ def make_store(
         store = ExpertStore(loaded.records, loaded.table, loaded.layers, num_slots, top_k, options, elastic)
     except (ValueError, OSError) as error:
         raise ConfigError(f"the expert store does not start: {error}", param="GLM53_MODE") from error
-    dispatch.install(loaded.replacements if into is None else into, loaded.layers, store)
+    replacements = loaded.replacements if into is None else into
+    dispatch.install(replacements, loaded.layers, store)
+    if store.options.pager.hint_records:
+        guess_early(replacements, loaded, store)
     return store
+
+
+def guess_early(replacements: Replacements, loaded: Loaded, store: ExpertStore) -> None:
+    """Decode steps guess what the next layer picks; a layer of another kind is guessed by nobody."""
+    from exllamav3.ext import exllamav3_ext  # late, as in load_model
+
+    routers, reasons = early_router.install(replacements, loaded.model, exllamav3_ext, loaded.layers)
+    store.hint_from(routers.guess)
+    log.info("early router = %d of %d layers guessed", len(routers.after), len(loaded.layers))
+    for reason in reasons:
+        log.warning("what a layer picks is not guessed: %s", reason)
 
 
 def joined_tail_from(model: Any) -> int:
@@ -363,6 +389,27 @@ def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str
     if mode == "fast":
         return ("exact", f"fast was asked for and is not possible: {problem}") if problem else ("fast", "asked for")
     raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast", param="GLM53_MODE")
+
+
+def resolve_hints(asked: str | int, *, brings: bool) -> int:
+    """Most records that a hint brings ahead, 0 for no hints.
+
+    Args:
+        asked: GLM53_EC_HINTS.
+        brings: decode steps copy what is missing before they compute.
+
+    Raises:
+        ConfigError: hints were asked for, and nothing would take them.
+    """
+    if asked == "off" or (asked == "auto" and not brings):
+        return 0
+    if not brings:
+        raise ConfigError(
+            f"GLM53_EC_HINTS={asked} needs decode steps that copy what is missing: GLM53_MODE=fast, or exact with "
+            "GLM53_EC_ADMISSION=in_step; or unset it",
+            param="GLM53_EC_HINTS",
+        )
+    return AUTO_HINTS if asked == "auto" else int(asked)
 
 
 def resolve_chunk(settings: GpuWorkerSettings) -> int:

@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.python.errors import KernelError
-from kernels.python.pager import WORDS_BYTES, Pager, PagerCounters, PagerLayout, PagerPolicy
+from kernels.python.pager import HINT_WIDTH, WORDS_BYTES, HintCounters, Pager, PagerCounters, PagerLayout, PagerPolicy
 from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
+from services.gpu_worker.patches.dispatch import EarlyPicks
 
 # A step of 8 streams can miss 64 records of a layer; one that is not worth a slot passes through one of these.
 TRANSIT_SLOTS = 16
@@ -51,6 +52,10 @@ class OnDemand:
         self._mirror = pinned_empty(tuple(table.shape))
         self._picks = pinned_empty((records.num_layers, max_rows * top_k))
         self._words = pinned_empty((WORDS_BYTES // 8,)).zero_()
+        self._hints: torch.Tensor | None = None
+        if policy is not None and policy.hint_records:
+            self._hints = pinned_empty((records.num_layers, max_rows * HINT_WIDTH))
+        self._early: EarlyPicks | None = None
         layout = PagerLayout(
             num_layers=records.num_layers,
             experts_per_layer=records.num_experts,
@@ -68,6 +73,7 @@ class OnDemand:
             words_address=self._words.data_ptr(),
             words_device=records.on_device(self._words),
             copy_stream=copy_stream.cuda_stream,
+            hints_address=self._hints.data_ptr() if self._hints is not None else 0,
         )
         self._pager = self._start(layout, records, policy)
 
@@ -75,8 +81,36 @@ class OnDemand:
         return Pager(layout, records.offsets, policy)
 
     def step(self, layer: int, rows: int, selected: torch.Tensor) -> None:
-        """Enqueues request and wait of a layer step behind its router."""
-        self._pager.step(layer, rows, selected.data_ptr(), self._stream())
+        """Enqueues request and wait of a layer step behind its router, and between them the hint for the next layer."""
+        stream = self._stream()
+        if self._early is None:
+            self._pager.step(layer, rows, selected.data_ptr(), stream)
+            return
+        self._pager.ask(layer, rows, selected.data_ptr(), stream)
+        try:
+            self.hint(layer, rows, stream)
+        finally:
+            self._pager.wait(stream)
+
+    def hint_from(self, early: EarlyPicks) -> None:
+        """Every step brings ahead what `early` guesses of the next layer.
+
+        Raises:
+            ValueError: the policy has no hints.
+        """
+        if self._hints is None:
+            raise ValueError("hint_records is 0: the pager takes no hints")
+        self._early = early
+
+    def hint(self, layer: int, rows: int, stream: int) -> None:
+        """Enqueues the guess of what layer + 1 picks, between the halves of this layer's step; nothing where there is no guess."""
+        if self._early is None or (ids := self._early(layer, rows)) is None:
+            return
+        self._pager.hint(layer + 1, rows, ids.data_ptr(), ids.shape[1], stream)
+
+    def hint_counters(self) -> HintCounters | None:
+        """What became of hints; None without any."""
+        return self._pager.hint_counters() if self._hints is not None else None
 
     def vacate(self, first: int, count: int) -> None:
         """Empties slots; `flush` sends the tables. No decode step may be under way."""
