@@ -5,13 +5,10 @@ Started by test_joined.py, in a process of its own: it keeps VRAM. `every_case` 
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +19,6 @@ from services.gpu_worker.backends.base import chunk_end, tail_end
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny" / "checkpoint"
 LENGTHS = (257, 300, 511, 513, 1000, 4096 + 100)
 CHUNK = 2048
 STEPS = 16
@@ -105,46 +101,26 @@ def every_case(backend: Exl3Backend, name: str, lengths: Sequence[int] = LENGTHS
 
 
 def main() -> None:
-    # Late: they need torch's and exllamav3's GPU builds.
-    from triton.runtime.autotuner import Autotuner
-
-    from bench.gpu_exact import make_arena
+    # Late: `every_case` needs no GPU.
     from services.gpu_worker.backends.exl3 import loader
     from services.gpu_worker.backends.exl3.experts import ExpertOptions
     from services.gpu_worker.backends.exl3.placement import PlacementOptions
-    from services.gpu_worker.checkpoint import Checkpoint
-    from services.gpu_worker.patches import triton_tuners, upstream
-    from services.gpu_worker.patches.replace import Replacements
+    from tests.gpu.shipped_model import backend_of, shipped
 
-    upstream.check()
-    # Timing configurations takes minutes; which of them runs does not matter as long as both sides run the same.
-    importlib.import_module(upstream.TUNED)
-    triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
-    checkpoint = Checkpoint(MODEL)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="glm53-joined-") as folder:
-        arena, shapes = make_arena(checkpoint, Path(folder) / "arena")
-        loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=2, chunk=CHUNK)
-        count, joined_from = loaded.records.num_records, loader.joined_tail_from(loaded.model)
-        info = replace(gpu_info(checkpoint.config.vocab_size, CACHE_TOKENS, 2, CHUNK), joined_tail_from=joined_from)
+    with shipped("joined", cache_tokens=CACHE_TOKENS, max_streams=2, chunk=CHUNK) as model:
+        count, joined_from = model.num_records, loader.joined_tail_from(model.loaded.model)
+        info = replace(gpu_info(model.checkpoint.config.vocab_size, CACHE_TOKENS, 2, CHUNK), joined_tail_from=joined_from)
         for on_demand in (False, True):
             for num_slots in (count // 6, count):
                 options = ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)
-                with Replacements() as into:
-                    store = loader.make_store(loaded, num_slots, checkpoint.config.num_experts_per_tok, options, into)
-                    try:
-                        # With all of them resident nothing is staged.
-                        store.place(loader.spread(num_slots, count))
-                        backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, Replacements(), info)
-                        name = f"{'in_step' if on_demand else 'between_steps'}, {num_slots} of {count} slots"
-                        for row in every_case(backend, name):
-                            sys.stdout.write(json.dumps(row) + "\n")
-                            sys.stdout.flush()
-                            rows.append(row)
-                    finally:
-                        store.close()
-        torch.cuda.synchronize()
-        arena.unlink()
+                # With all of them resident nothing is staged.
+                with backend_of(model, num_slots, options, info) as backend:
+                    name = f"{'in_step' if on_demand else 'between_steps'}, {num_slots} of {count} slots"
+                    for row in every_case(backend, name):
+                        sys.stdout.write(json.dumps(row) + "\n")
+                        sys.stdout.flush()
+                        rows.append(row)
     json.dump({"joined_tail_from": joined_from, "rows": rows}, sys.stdout)
 
 

@@ -5,20 +5,15 @@ Started by test_slot_memory.py in a process of its own: it keeps VRAM and settin
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
 from bench.gpu_exact_script import same_bits
-from kernels.python.arena import Arena
-from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
 from services.gpu_worker.backends.exl3 import fast_setup, lending, loader
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
@@ -28,11 +23,10 @@ from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.slots import ActivationNeed, ElasticSlots
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.patches import triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 from services.gpu_worker.settings import GpuWorkerSettings
+from tests.gpu.shipped_model import shipped
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "tiny" / "checkpoint"
 MIB = 1 << 20
 CHUNK, STEPS = 512, 10
 ALL = 1 << 40
@@ -142,24 +136,13 @@ def start(checkpoint: Checkpoint, shm_dir: str, stride: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    upstream.check()
-    from triton.runtime.autotuner import Autotuner
-
-    importlib.import_module(upstream.TUNED)
-    # Timing configurations takes minutes; which of them runs does not matter as long as both sides run the same.
-    triton_tuners.use_first_configurations(triton_tuners.find(Autotuner))
-    checkpoint = Checkpoint(MODEL)
-    shapes = cpu_arena.expert_shapes(checkpoint)
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="glm53-lent-") as folder:
-        arena = Arena.create(f"{folder}/arena", shapes, checkpoint.config.n_routed_experts, checkpoint.hash)
-        arena_fill.fill(checkpoint, shapes, arena, lambda _fraction, _words: None)
-        arena.seal()
-        loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=8192, max_streams=4, chunk=CHUNK)
+    with shipped("lent", cache_tokens=8192, max_streams=4, chunk=CHUNK) as model:
+        loaded, checkpoint, shapes = model.loaded, model.checkpoint, model.shapes
         # The first pass of a shape chooses kernels.
         run(loaded, checkpoint, ExpertOptions(stage_min_rows=9), loaded.records.num_records // 2)
         modes = ["between_steps", "in_step", *([] if fast_setup.problem(shapes, "fast") else ["fast"])]
         result = {mode: compare(loaded, checkpoint, mode) for mode in modes}
-        started = start(checkpoint, folder, loaded.records.stride)
+        started = start(checkpoint, model.folder, loaded.records.stride)
     print(json.dumps({"modes": result, "started": started, "no_fast": fast_setup.problem(shapes, "fast")}))  # noqa: T201 - this is what the test reads
     sys.stdout.flush()
 

@@ -19,7 +19,7 @@ PROBLEM = select.gpu_problem()
 
 
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
-@pytest.mark.parametrize("flags", [[], ["--on-demand"]], ids=["between_steps", "in_step"])
+@pytest.mark.parametrize("flags", [[], ["--on-demand"], ["--on-demand", "--hints", "3"]], ids=["between_steps", "in_step", "hints"])
 def test_a_decode_step_waits_once(tmp_path: Path, flags: list[str]) -> None:
     """Counted at the driver, in the thread of the forward pass: one synchronise, no allocation, no blocking copy, no code loaded."""
     env = {**os.environ, "LD_PRELOAD": str(cuda_waits.build(tmp_path)), "CUDA_MODULE_LOADING": "EAGER"}
@@ -28,6 +28,7 @@ def test_a_decode_step_waits_once(tmp_path: Path, flags: list[str]) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["hooked"] > 0
+    assert (seen["hints"] > 0) == ("--hints" in flags)
     assert len(seen["rows"]) == 3 * 24
     wrong = [row for row in seen["rows"] if row["calls"] != ["cuStreamSynchronize"]]
     assert wrong == []
