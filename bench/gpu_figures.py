@@ -37,6 +37,7 @@ MORE = {
         "step_over_bound_half_link",
         "resident_enqueue_ms",
         "resident_busy_ms",
+        "resident_kernels_ms",
         "vram_peak_gib",
         "alternations",
         "alternations_equal",

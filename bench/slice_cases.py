@@ -394,6 +394,7 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     summary["step_over_bound_half_link"] = ratio(ms("ours/in_step_half_link/C1"), derated)
     modules = rows.get("ours/resident/modules", {})
     summary |= {"resident_enqueue_ms": modules.get("enqueue_ms"), "resident_busy_ms": modules.get("busy_ms")}
+    summary["resident_kernels_ms"] = modules.get("kernels_ms")
     summary["resident_modules"] = {row["module"]: [row["enqueue_us"], row["busy_us"]] for row in modules.get("modules", ())} or None
     turns = rows.get(f"ours/{best}/alternate", {})
     summary |= {"alternations": turns.get("rounds"), "alternations_equal": turns.get("equal")}

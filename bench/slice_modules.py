@@ -18,6 +18,8 @@ import torch
 
 CHILDREN = ("attn", "mlp")
 STEPS = 12
+PROFILED = 4  # steps whose single kernels are timed
+KERNELS_TOLD = 24
 HOLD_STEPS = 3.0  # the sleep, in steps
 SLEEP_CYCLES = 10_000_000
 
@@ -102,6 +104,42 @@ def cycles_per_ms() -> float:
     return SLEEP_CYCLES / max(1e-3, float(begin.elapsed_time(end)))
 
 
+def kernel_table(seen: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+    """What the device ran in so many steps: the kernels' own time, how long it was busy with any of them, the longest by name.
+
+    Args:
+        seen: (name, begin, end) of every kernel and copy, microseconds.
+    """
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for name, begin, end in seen:
+        by_name[name].append(end - begin)
+    covered = last = 0.0
+    for _, begin, end in sorted(seen, key=lambda one: one[1:]):
+        covered += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    longest = sorted(by_name.items(), key=lambda one: -sum(one[1]))[:KERNELS_TOLD]
+    return {
+        "kernels_per_step": round(len(seen) / steps, 1),
+        "kernels_ms": round(sum(map(sum, by_name.values())) / steps / 1000, 3),
+        "device_busy_ms": round(covered / steps / 1000, 3),
+        "kernels": [
+            {"kernel": name[:120], "calls": round(len(times) / steps, 1), "us": round(sum(times) / steps, 1)} for name, times in longest
+        ],
+    }
+
+
+def profiled(step: Callable[[], None], steps: int = PROFILED) -> dict[str, Any]:
+    """`kernel_table` of some steps, by the driver's own clock for each kernel."""
+    if not torch.cuda.is_available():
+        return {}  # tests run the table over stand-ins
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    return kernel_table([(event.name, event.time_range.start, event.time_range.end) for event in on_device], steps)
+
+
 def table(model: Any, step: Callable[[], None], steps: int = STEPS) -> dict[str, Any]:
     """The row: microseconds a step for each kind of module, medians over steps.
 
@@ -128,7 +166,8 @@ def table(model: Any, step: Callable[[], None], steps: int = STEPS) -> dict[str,
             step()
         torch.cuda.synchronize()
         busy.append(own_times(seen, lambda begin, end: 1000 * float(begin.elapsed_time(end))))
-    modules = [
+    kernels = profiled(step)
+    modules: list[dict[str, Any]] = [
         {
             "module": name,
             "calls": calls[name],
@@ -147,4 +186,5 @@ def table(model: Any, step: Callable[[], None], steps: int = STEPS) -> dict[str,
         "busy_ms": round(sum(row["busy_us"] for row in modules) / 1000, 3),
         "beside_the_modules_ms": round(ms - in_modules, 3),
         "modules": modules,
+        **kernels,
     }
