@@ -46,6 +46,10 @@ class EngineMetrics:
             "glm53_time_to_first_token_seconds", "From submission to the first token.", buckets=_SECONDS, registry=r
         )
         self._between = Histogram("glm53_inter_token_seconds", "Between two tokens of a request.", buckets=_SECONDS, registry=r)
+        self._longest_gap = Gauge(
+            "glm53_longest_token_gap_seconds", "Longest time between two tokens of a request: others' prompts lie between.", registry=r
+        )
+        self._longest = 0.0
         self._whole = Histogram("glm53_request_seconds", "From submission to the end.", buckets=_SECONDS, registry=r)
         self._queued = Gauge("glm53_queue_depth", "Requests that wait.", registry=r)
         self._running = Gauge("glm53_running_requests", "Requests in prefill or decode.", registry=r)
@@ -134,6 +138,9 @@ class EngineMetrics:
             self._first_token.observe(now - request.times.submitted)
         else:
             self._between.observe(now - previous)
+            if now - previous > self._longest:
+                self._longest = now - previous
+                self._longest_gap.set(self._longest)
         self._last_token[key] = now
 
     def note_end(self, request: Request) -> None:
@@ -168,6 +175,7 @@ class EngineMetrics:
             "kept_states": int(gauge_value(self._kept_states)),
             "kept_state_bytes": int(gauge_value(self._kept_bytes)),
             "tokens_per_s": round(self._speed, 1),
+            "longest_token_gap_s": round(self._longest, 4),
         }
 
     def prometheus_text(self) -> bytes:

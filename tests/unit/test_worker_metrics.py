@@ -88,6 +88,20 @@ def test_a_request_is_counted_with_its_times() -> None:
     assert scrape("vllm:time_to_first_token_seconds_count") == 2
 
 
+def test_the_longest_gap_between_tokens_is_that_of_the_stream_that_another_prompt_held_up() -> None:
+    """Tokens at 0 and 1 s, then one at 4.5 s behind somebody's chunk, then one at 5 s; gaps of other requests are no shorter ones."""
+    bench = Bench(max_streams=2)
+    bench.submit("one", prompt=[1], max_tokens=50)
+    bench.submit("other", prompt=[1], max_tokens=50)
+    bench.loop._receive()
+    one, other = (bench.loop._live[name] for name in ("one", "other"))
+    metrics = EngineMetrics()
+    for request, now in ((one, 0.0), (other, 0.5), (one, 1.0), (one, 4.5), (other, 3.0), (one, 5.0)):
+        metrics.note_token(request, now)
+    assert metrics.to_json()["longest_token_gap_s"] == 3.5
+    assert Scrape(metrics)("glm53_longest_token_gap_seconds") == 3.5
+
+
 def test_a_request_is_counted_with_its_sizes_and_its_end() -> None:
     """Tokens of prompts and answers, limits and reasons; sums over steps are sums over requests."""
     bench = Bench(max_streams=4)
