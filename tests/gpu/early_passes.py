@@ -77,7 +77,7 @@ class Watch:
         return float((guessed[..., None, :] == picked[..., None]).any(-1).double().mean())
 
     def against_stock(self, model: Shipped, rows: int) -> tuple[int, int, float]:
-        """Of the last step's guesses: how many there are, how many begin with what stock's modules pick on the same streams, and which share of
+        """Of the last step's guesses: how many there are, how many begin with what stock's modules pick on the same streams, which share of
         their ids float64 has among so many first too."""
         blocks = {id(module.mlp): module for module, _, _ in model.loaded.model.fwd_modules if getattr(module, "mlp", None) is not None}
         equal, shares = 0, []

@@ -16,6 +16,7 @@ import torch
 from kernels.python import cuda_expert
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import FastOptions, FastPager, Forced
+from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.exl3 import fast
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.fast import FastSetup
@@ -74,7 +75,7 @@ class ArenaRecords:
 class World:
     """A store in `fast` and layers as exllamav3 built them."""
 
-    def __init__(self, stage: Stage, num_slots: int, *, lane: bool, shared_inside: bool = True) -> None:
+    def __init__(self, stage: Stage, num_slots: int, *, lane: bool, shared_inside: bool = True, hint_records: int = 0) -> None:
         self.records = ArenaRecords(stage)
         self.table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
         self.out = torch.zeros(8, HIDDEN)
@@ -83,7 +84,8 @@ class World:
         mlp = types.SimpleNamespace(experts_cfg=types.SimpleNamespace(out_bszn=self.out), bc_sh_exp=shared_inside)
         self.layers = [MoeLayer(layer, mlp, EXPERTS) for layer in range(LAYERS)]
         self.setup = FastSetup(stage.region if lane else None, FastOptions(job_timeout_ms=60_000, heartbeat_timeout_ms=60_000))
-        options = ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9, fast=self.setup)
+        policy = PagerPolicy(hint_records=hint_records)
+        options = ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9, pager=policy, fast=self.setup)
         self.store = ExpertStore(self.records, self.table, self.layers, num_slots, TOP_K, options)  # type: ignore[arg-type]
         self.steps = [self.store.decode_step(layer, self.stock) for layer in self.layers]
         self.oracle = harness.Oracle(stage.arena)
@@ -159,6 +161,42 @@ def test_a_decode_step_has_the_reference_bits(made: Stage, shared_inside: bool) 
     assert len(world.stock_weights) == (12 * LAYERS if shared_inside else 0)
     assert all(weights.count_nonzero() == 0 for weights in world.stock_weights)
     assert len(FakeKernels.made) == 2  # layers of one shape share their kernels
+    world.store.close()
+
+
+@pytest.mark.parametrize("shared_inside", [True, False])
+def test_a_hint_follows_the_shared_expert(made: Stage, shared_inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind what runs while the host decides, before the step is finished; bits stay the reference's, and hints are counted."""
+    world = World(made, 9, lane=False, shared_inside=shared_inside, hint_records=2)
+    pager: Any = world.store._fast._pager  # type: ignore[union-attr]
+    calls: list[Any] = []
+
+    def noting(name: str, call: Any) -> Any:
+        return lambda *arguments, **more: (calls.append((name, arguments[0])), call(*arguments, **more))[1]
+
+    for name in ("publish", "hint", "finish"):
+        monkeypatch.setattr(pager, name, noting(name, getattr(pager, name)))
+    stock = world.stock
+    monkeypatch.setattr(world, "stock", lambda *arguments: (calls.append("shared"), stock(*arguments))[1])
+    world.steps = [world.store.decode_step(layer, world.stock) for layer in world.layers]
+    ids = torch.zeros((8, EXPERTS), dtype=torch.int64)
+
+    def early(layer: int, rows: int) -> torch.Tensor | None:
+        calls.append("guess")
+        ids[:rows] = torch.from_numpy(np.stack([world.rng.permutation(EXPERTS) for _ in range(rows)]))
+        return ids[:rows] if layer + 1 < LAYERS else None
+
+    world.store.hint_from(early)
+    for _ in range(12):
+        world.decode()
+    expected: list[Any] = []
+    for layer in range(LAYERS):
+        expected += [("publish", layer), *(["shared"] if shared_inside else []), "guess"]
+        expected += [*([("hint", layer + 1)] if layer + 1 < LAYERS else []), ("finish", layer)]
+    assert calls == expected * 12
+    stats = world.store.stats()
+    assert stats["hint_records_named"] > 0
+    assert (stats["mode"], stats["decode_steps"]) == ("fast", 12 * LAYERS)
     world.store.close()
 
 

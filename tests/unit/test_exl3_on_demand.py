@@ -20,7 +20,7 @@ from services.gpu_worker.backends.exl3 import on_demand
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.backends.exl3.placement import NONE
 from tests.unit import test_exl3_experts as base
-from tests.unit.test_exl3_experts import EXPERTS, LAYERS
+from tests.unit.test_exl3_experts import EXPERTS, LAYERS, TOP_K
 
 host_as_device = base.host_as_device
 DEADLINE_S = 10.0
@@ -136,6 +136,97 @@ def test_a_failed_copy_loses_the_backend_at_the_step_s_end(driver: ImmediateDriv
     world.store.before_experts(0, 1, sel)
     with pytest.raises(BackendLostError, match="a copy to the GPU failed"):
         world.store.between_passes()
+
+
+def guesses(world: base.World, draw: random.Random, right: float) -> list[torch.Tensor]:
+    """Lets the store hint what `World.decode` is about to pick, each id right with that probability; keeps what was handed over."""
+    kept: list[torch.Tensor] = []
+
+    def early(layer: int, rows: int) -> torch.Tensor | None:
+        if layer == LAYERS - 1:
+            return None
+        state = draw.getstate()
+        next_picks = [draw.sample(range(EXPERTS), TOP_K) for _ in range(rows)]
+        draw.setstate(state)
+        noise = random.Random(len(kept))
+        ids = [[pick if noise.random() < right else noise.randrange(-1, EXPERTS + 1) for pick in row] for row in next_picks]
+        kept.append(torch.tensor(ids, dtype=torch.int64))
+        return kept[-1]
+
+    world.store.hint_from(early)
+    return kept
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("num_slots", [3, 9, 20])
+def test_hints_leave_every_pass_the_right_bytes(driver: ImmediateDriver, num_slots: int, right: float) -> None:
+    """Whatever is guessed, ids that are no expert's among it; what came ahead and was picked is counted."""
+    draw = random.Random(num_slots)
+    policy = PagerPolicy(max_copies=6, hint_records=2, hint_chunk=base.SHAPE.record_bytes // 3)
+    world = base.World(num_slots, ExpertOptions(on_demand=True, stage_min_rows=9, pager=policy))
+    kept = guesses(world, draw, right)
+    launched = world.store.after_experts
+    world.store.after_experts = lambda layer: (launched(layer), time.sleep(0.001))[0]  # type: ignore[method-assign,func-returns-value]
+    for _ in range(40):
+        if draw.random() < 0.8:
+            world.decode(draw, draw.randint(1, 8))
+        else:
+            world.prefill(draw.choice((9, 100)), draw.choice((LAYERS, LAYERS - 1)))
+    assert len(kept) > 40
+    stats = world.store.stats()
+    ended = stats["hint_records_used"] + stats["hint_records_late"] + stats["hint_records_dropped"]
+    assert ended == stats["hint_records_started"] <= stats["hint_records_named"]
+    assert (right == 0.0 or num_slots < 9) or stats["hint_records_used"] > 0
+    report = world.store.verify()
+    assert (report.records_bad, report.slots_bad) == (0, 0)
+    world.store.close()
+
+
+class CallsOnly:
+    """A pager that notes what it is asked for."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self._calls.append((name, *arguments))
+
+
+def test_a_hint_stands_between_the_halves_of_a_step(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ask, the guess's kernels, the hint for the layer after, wait; without a guess no hint, and the device waits even where one fails."""
+    calls: list[Any] = []
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly(calls))
+    world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
+    picks, ids = torch.tensor([[0, 1, 2, 3]] * 2), torch.zeros((2, 6), dtype=torch.int64)
+
+    def early(layer: int, rows: int) -> torch.Tensor | None:
+        calls.append(("guess", layer, rows))
+        if layer == 1:
+            raise RuntimeError("a kernel failed")
+        return ids if layer == 0 else None
+
+    world.store.before_experts(0, 2, picks)
+    world.store.hint_from(early)
+    world.store.before_experts(0, 2, picks)
+    world.store.before_experts(2, 2, picks)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        world.store.before_experts(1, 2, picks)
+    at = picks.data_ptr()
+    assert calls == [
+        ("step", 0, 2, at, 1),
+        *(("ask", 0, 2, at, 1), ("guess", 0, 2), ("hint", 1, 2, ids.data_ptr(), 6, 1), ("wait", 1)),
+        *(("ask", 2, 2, at, 1), ("guess", 2, 2), ("wait", 1)),
+        *(("ask", 1, 2, at, 1), ("guess", 1, 2), ("wait", 1)),
+    ]
+
+
+def test_a_store_that_can_use_no_hints_refuses_them(driver: ImmediateDriver) -> None:
+    """Without a pager, and where its policy brings nothing ahead; no counters of hints are told then."""
+    for options in (ExpertOptions(), ExpertOptions(on_demand=True)):
+        world = base.World(9, options)
+        with pytest.raises(ValueError, match="hint"):
+            world.store.hint_from(lambda _layer, _rows: None)
+        assert not [name for name in world.store.stats() if name.startswith("hint_")]
 
 
 @pytest.mark.parametrize("num_slots", [1, 9, 20, LAYERS * EXPERTS])
