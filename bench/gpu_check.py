@@ -70,22 +70,27 @@ def gpu() -> Problem:
     return None
 
 
-def memory(layers: int, total: int | None = None, free_shm: int | None = None, there: int | None = None) -> Problem:
+def memory(
+    layers: int, total: int | None = None, free_shm: int | None = None, there: int | None = None, *, experts_in_files: bool = True
+) -> Problem:
     """Room for the slice. What is available now says less: memory of rented machines may grow when it is touched.
 
     Args:
         layers: MoE layers of it.
         total: bytes of RAM; free_shm: of /dev/shm; there: what earlier commands left in /dev/shm. None: as they are.
+        experts_in_files: experts lie in files too, and stock may get its copy of them.
     """
     there = slice_bytes() if there is None else there
     total = mem_info("MemTotal") if total is None else total
     free_shm = (shutil.disk_usage(SHM).free if free_shm is None else free_shm) + there
-    ram, shm = (FIXED_GIB + copies * layers * LAYER_GIB for copies in (RAM_COPIES, SHM_COPIES))
+    in_ram, in_shm = (RAM_COPIES, SHM_COPIES) if experts_in_files else (1, 1)
+    ram, shm = (FIXED_GIB + copies * layers * LAYER_GIB for copies in (in_ram, in_shm))
     fewer = "take fewer with GPU_SESSION_LAYERS, or empty /dev/shm"
     if free_shm < shm * GIB:
         return f"{layers} MoE layers need {shm:.0f} GiB of /dev/shm, {free_shm / GIB:.0f} are free: {fewer}"
     if 0 < total < ram * GIB:
-        return f"{layers} MoE layers need {ram:.0f} GiB of RAM beside stock's split, there are {total / GIB:.0f}: {fewer}"
+        beside = " beside stock's split" if experts_in_files else ""
+        return f"{layers} MoE layers need {ram:.0f} GiB of RAM{beside}, there are {total / GIB:.0f}: {fewer}"
     return None
 
 
@@ -114,12 +119,15 @@ def compiler() -> Problem:
 def main(argv: list[str] | None = None) -> int:
     """Prints every check; 0 when the benches can run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers of the slice")
+    parser.add_argument("--layers", type=int, default=12, choices=range(1, 43), help="MoE layers of the slice")
+    parser.add_argument("--arena-only", action="store_true", help="no file holds the experts")
+    parser.add_argument("--ram-gib", type=int, help="what the machine has, where the system says less until it is used")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU: everything but it and the room for the slice")
     args = parser.parse_args(argv)
     needed: dict[str, Callable[[], Problem]] = {"Python packages": modules, "kernels": stubs}
     if not args.dry_run:
-        needed |= {"GPU": gpu, "memory": lambda: memory(args.layers)}
+        total = args.ram_gib * GIB if args.ram_gib else None
+        needed |= {"GPU": gpu, "memory": lambda: memory(args.layers, total, experts_in_files=not args.arena_only)}
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 20} MiB"
     ram = " of ".join(f"{mem_info(name) / GIB:.0f}" for name in ("MemAvailable", "MemTotal"))

@@ -41,6 +41,7 @@ from kernels.python import segments
 from services.gpu_worker.patches import triton_tuners, upstream
 
 INSTANCES = ("slice", "gpu-fast", "gpu-exact")  # of this bench and its neighbours
+PINS = "triton_pins.json"  # beside the result file: what Triton chose
 COMMANDS = ("prepare", "ours", "stock", "stock_resident")
 
 
@@ -67,6 +68,16 @@ def prepare_exllamav3(args: argparse.Namespace) -> None:
     args.tuners = {"found": len(tuners), "pinned": 0 if args.tune else triton_tuners.use_first_configurations(tuners)}
 
 
+def save_pins(out: Path) -> None:
+    """Writes what Triton chose in this process beside the result file; without --tune it has chosen nothing, and no file is written."""
+    from triton.runtime.autotuner import Autotuner
+
+    tuners = triton_tuners.find(Autotuner)
+    if any(tuner.cache for tuner in tuners.values()):
+        count = triton_tuners.save(out.with_name(PINS), tuners, torch.cuda.get_device_name(0))
+        print(f"{count} choices of Triton's kernels are in {PINS}", flush=True)
+
+
 def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     """One command's cases."""
     todo = slice_cases.missing(slice_cases.cases(command, args.warm + args.steps, first=args.first), rows)
@@ -89,6 +100,8 @@ def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float)
         skipped = slice_cases.run(todo, {mode.name: mode for mode in MODES}, engine, rows, deadline, check_for(args))
         rows.note(**engine.facts())
     finally:
+        if not args.dry_run:
+            save_pins(args.out)
         engine.close()
     if skipped:
         print(f"no time for: {', '.join(skipped)}; the same command goes on with them", flush=True)
@@ -179,11 +192,11 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.command}: {time.monotonic() - began:.1f} s", flush=True)
 
 
-def main_and_leave() -> None:
-    """`main`, then out without waiting for anybody's threads and processes: the rows are written."""
+def main_and_leave(run: Callable[[], None] = main) -> None:
+    """`main`, or another bench's, then out without waiting for anybody's threads and processes: the rows are written."""
     code: Any = 0
     try:
-        main()
+        run()
     except SystemExit as stop:
         code = stop.code
         if isinstance(code, str):

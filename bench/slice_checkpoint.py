@@ -25,10 +25,16 @@ TINY = report.ROOT / "models" / "tiny" / "checkpoint"
 DONE = "written.json"
 MUL1 = struct.pack("<I", 0x83DCD12D)
 NOISE_BYTES = 64 << 20
+DISTINCT_ROWS = 4096
 Tensors = dict[str, tuple[str, list[int], Any]]
 
 
-def config_document(num_moe: int, experts: int = routing_trace.EXPERTS) -> dict[str, Any]:
+def config_document(num_moe: int, experts: int = routing_trace.EXPERTS, vocab: int = 0) -> dict[str, Any]:
+    """The shipped model's config.json with the real widths.
+
+    Args:
+        vocab: tokens; 0 for the shipped model's few.
+    """
     document: dict[str, Any] = json.loads((TINY / "config.json").read_text())
     layers = DENSE_LAYERS + num_moe
     document["text_config"] |= {
@@ -58,6 +64,8 @@ def config_document(num_moe: int, experts: int = routing_trace.EXPERTS) -> dict[
         "max_position_embeddings": 65536,
     }
     document["text_config"]["linear_attn_config"] |= {"num_heads": 64, "head_dim": 128}
+    if vocab:
+        document["text_config"]["vocab_size"] = vocab
     return document
 
 
@@ -161,8 +169,12 @@ def write_experts(path: Path, layer: int, experts: int = routing_trace.EXPERTS) 
 
 def write_head(path: Path, vocab: int) -> None:
     """Embedding, last norm, output."""
-    w = LayerWriter(999)
-    w.floats(TEXT + "embed_tokens.weight", "BF16", vocab, HIDDEN, scale=0.02)
+    w, embedding = LayerWriter(999), TEXT + "embed_tokens.weight"
+    # Rows of a large vocabulary repeat: random numbers for all of them would take longer than everything else.
+    w.floats(embedding, "BF16", min(vocab, DISTINCT_ROWS), HIDDEN, scale=0.02)
+    dtype, (distinct, _), raw = w.tensors[embedding]
+    whole, rest = divmod(vocab, distinct)
+    w.tensors[embedding] = (dtype, [vocab, HIDDEN], raw * whole + raw[: len(raw) // distinct * rest])
     w.floats(TEXT + "norm.weight", "BF16", HIDDEN, value=1.0)
     w.exl3("lm_head", HIDDEN, vocab, 6)
     w.write(path / "model-head.safetensors")
@@ -173,12 +185,13 @@ def _one(job: tuple[str, Path, int]) -> None:
     {"dense": write_dense, "experts": write_experts, "head": write_head}[kind](path, number)
 
 
-def jobs(path: Path, num_moe: int, *, experts: bool) -> list[tuple[str, Path, int]]:
+def jobs(path: Path, num_moe: int, *, experts: bool, vocab: int = 0) -> list[tuple[str, Path, int]]:
     """What is to be written, the largest files first."""
     layers = range(DENSE_LAYERS, DENSE_LAYERS + num_moe)
     large: Iterable[tuple[str, Path, int]] = [("experts", path, layer) for layer in layers] if experts else []
     dense = [("dense", path, layer) for layer in range(DENSE_LAYERS + num_moe)]
-    return [*large, *dense, ("head", path, config_document(num_moe)["text_config"]["vocab_size"])]
+    head = ("head", path, config_document(num_moe, vocab=vocab)["text_config"]["vocab_size"])
+    return [*large, head, *dense] if vocab else [*large, *dense, head]
 
 
 def write_experts_only(path: Path, num_moe: int, experts: int) -> None:
@@ -189,9 +202,14 @@ def write_experts_only(path: Path, num_moe: int, experts: int) -> None:
         write_experts(path, layer, experts)
 
 
-def write(path: Path, num_moe: int, *, experts: bool = True, processes: int = 14) -> bool:
-    """Writes what is not there yet; False when it was all there."""
-    wanted = {"num_moe": num_moe, "experts": experts}
+def write(path: Path, num_moe: int, *, experts: bool = True, vocab: int = 0, processes: int = 14) -> bool:
+    """Writes what is not there yet; False when it was all there.
+
+    Args:
+        experts: the routed ones too.
+        vocab: tokens; 0 for the shipped model's few.
+    """
+    wanted = {"num_moe": num_moe, "experts": experts} | ({"vocab": vocab} if vocab else {})
     done = path / DONE
     if done.exists() and json.loads(done.read_text()) == wanted:
         return False
@@ -199,10 +217,10 @@ def write(path: Path, num_moe: int, *, experts: bool = True, processes: int = 14
     done.unlink(missing_ok=True)
     for left in path.glob("*.safetensors*"):
         left.unlink()
-    (path / "config.json").write_text(json.dumps(config_document(num_moe)))
+    (path / "config.json").write_text(json.dumps(config_document(num_moe, vocab=vocab)))
     for name in ("tokenizer.json", "tokenizer_config.json", "processor_config.json"):
         shutil.copy(TINY / name, path)
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
-        list(pool.map(_one, jobs(path, num_moe, experts=experts)))
+        list(pool.map(_one, jobs(path, num_moe, experts=experts, vocab=vocab)))
     done.write_text(json.dumps(wanted))
     return True

@@ -1,15 +1,24 @@
-"""Memory while something runs: VRAM as the driver counts it, ten times a second, and what processes hold beside the expert records."""
+"""Memory while something runs: VRAM as the driver counts it, ten times a second, and what processes hold beside the expert records; and
+memory before anything runs, on machines whose memory comes when it is used.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes
+import mmap
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 PERIOD_S = 0.1
+GROW_PIECE, GROW_THREADS = 1 << 30, 8
+GROW_LEAST = 4 << 30  # bytes that must be there before the next piece is touched, as long as
+GROW_WAIT_S = 30.0  # the waits took no longer than this in all
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -131,3 +140,49 @@ def ram_extra_gib(arena_bytes: int, segments: list[Path], pids: list[int] | None
     own = own_bytes(pids)
     shared = sum(path.stat().st_blocks * 512 for path in segments if path.exists())
     return round((own + shared - arena_bytes) / 2**30, 2) if own is not None else None
+
+
+def available() -> int:
+    """Bytes that the system could give now."""
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    return int(line.split()[1]) * 1024
+
+
+def grow(
+    wanted: int, *, read: Callable[[], int] = available, piece_bytes: int = GROW_PIECE, least: int = GROW_LEAST, wait_s: float = GROW_WAIT_S
+) -> dict[str, float]:
+    """Touches so much memory and gives it back, where the system does not have it yet.
+
+    The memory of a virtual machine may come when it is used. A process that takes all it needs at once may be faster than that, and is
+    ended for it: pieces wait for memory, though not for ever, since it may come no sooner than it is short.
+
+    Args:
+        wanted: bytes that should be available in the end.
+        read: tells how many are.
+        piece_bytes: touched at once.
+        least: bytes that must be available before the next piece.
+        wait_s: seconds of waiting in all.
+
+    Returns:
+        GiB available before and after, GiB that were touched, seconds, and seconds of waiting.
+    """
+    began, before, waited = time.monotonic(), read(), 0.0
+    pieces: list[mmap.mmap] = []
+    step = piece_bytes // GROW_THREADS
+    with concurrent.futures.ThreadPoolExecutor(GROW_THREADS) as pool:
+        while before < wanted and len(pieces) * piece_bytes < wanted:
+            while read() < least and waited < wait_s:
+                time.sleep(PERIOD_S)
+                waited += PERIOD_S
+            piece = mmap.mmap(-1, piece_bytes)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                piece.madvise(mmap.MADV_HUGEPAGE)
+            pieces.append(piece)
+            first = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+            list(pool.map(lambda start: ctypes.memset(start, 1, step), range(first, first + piece_bytes, step)))
+    touched = len(pieces) * piece_bytes
+    for piece in pieces:
+        piece.close()
+    gib = {"available_gib_before": before, "available_gib": read(), "touched_gib": touched}
+    told = {name: round(size / 2**30, 1) for name, size in gib.items()}
+    return told | {"seconds": round(time.monotonic() - began, 1), "waited_s": round(waited, 1)}

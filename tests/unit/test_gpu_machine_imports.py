@@ -37,12 +37,14 @@ sys.exit(bool(broken))
 # Each is begun there by `python -m`; gpu_serve starts the gateway, which such a machine cannot run.
 BENCHES = (
     "arena_fill",
+    "full_size_engine",
     "gpu_check",
     "gpu_exact",
     "gpu_exact_slice",
     "gpu_fast",
     "gpu_fast_parts",
     "gpu_figures",
+    "gpu_full_size",
     "gpu_int_kernel",
     "gpu_kept",
     "slice_stock",

@@ -303,10 +303,13 @@ def test_the_check_names_what_is_missing_and_the_fix(monkeypatch: pytest.MonkeyP
     assert "lacks no_such_package: install them" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check, "MODULES", ("json",))
     monkeypatch.setattr(gpu_check, "gpu", lambda: "torch finds no NVIDIA GPU: take another machine")
-    monkeypatch.setattr(gpu_check, "memory", lambda _layers: None)
+    asked: list[Any] = []
+    monkeypatch.setattr(gpu_check, "memory", lambda layers, total, experts_in_files: asked.append((layers, total, experts_in_files)))
     assert gpu_check.main([]) == 2
     assert "GPU: torch finds no NVIDIA GPU" in capsys.readouterr().out
     assert gpu_check.main(["--dry-run"]) == 0
+    gpu_check.main(["--layers", "42", "--arena-only", "--ram-gib", "256"])
+    assert asked == [(12, None, True), (42, 256 * gib, False)]
 
 
 def test_the_check_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
