@@ -115,6 +115,8 @@ class FullSizeEngine:
                 "dram_gb_s": slice_rates.read_rate(self._loaded, self._args.threads),
             }
             self._facts |= {name: round(rate / 1e9, 2) for name, rate in rates.items()}
+            # The copies went over the slots' own records.
+            self._backend.experts.place(loader.spread(self._facts["slots"], self._loaded.records.num_records))
         if self._setting.fast not in self._compiled:
             began = time.perf_counter()
             slice_ours.decode(self._backend, self._routing, 1, 0, COMPILE_STEPS, self._deadline)
