@@ -174,7 +174,8 @@ class GpuWorkerSettings(ServiceSettings):
     triton_pin: str = Field(
         "",
         validation_alias="GLM53_TRITON_PIN",
-        description="On a GPU: file with the choices of Triton's kernels, made by the first start. Empty: chosen anew each time.",
+        description="On a GPU: file with the choices of Triton's kernels, made by a start that has none. Until there is one, those that "
+        "are shipped for this GPU, else chosen anew each time.",
     )
     warm_up: bool = Field(
         True, validation_alias="GLM53_WARM_UP", description="On a GPU: compile and tune kernels at start instead of in the first requests."

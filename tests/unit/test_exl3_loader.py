@@ -15,6 +15,7 @@ from services.gpu_worker.backends import select
 from services.gpu_worker.backends.exl3 import fast_setup, loader
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
+from tools import triton_pin
 
 MIB = 1 << 20
 find = triton_tuners.find
@@ -193,15 +194,132 @@ def test_choices_come_back_on_the_same_gpu_only(tmp_path: Path) -> None:
     assert "cannot be read" in triton_tuners.load(path, {}, "H200")[1]
 
 
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        ("[]", "cannot be read"),
+        ('{"version": 2, "gpu": "H200", "kernels": {}}', "has version 2, this build writes 1"),
+        ('{"version": 1, "kernels": {}}', "cannot be read"),
+        ('{"version": 1, "gpu": 7, "kernels": {}}', "names no GPU"),
+        ('{"version": 1, "gpu": "H200", "kernels": []}', "cannot be read"),
+        ('{"version": 1, "gpu": "H200", "kernels": {"k": {"__import__(\'os\')": {}}}}', "is no key"),
+        ('{"version": 1, "gpu": "H200", "kernels": {"k": {"[1]": {}}}}', "is no key"),
+        ('{"version": 1, "gpu": "H200", "kernels": {"k": {"(1,)": 3}}}', "has no settings"),
+    ],
+)
+def test_a_damaged_file_pins_nothing(tmp_path: Path, document: str, problem: str) -> None:
+    """Whatever is wrong with it, it is told, and the worker tunes as without it."""
+    path = tmp_path / "pins.json"
+    path.write_text(document)
+    count, why = triton_tuners.load(path, {"k": FakeTuner()}, "H200")
+    assert count == 0
+    assert problem in why
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> FakeTuner:
+    """The one tuner that a start finds; its choices are what the start has pinned."""
+    found, plain, _ = modules()
+    fake_triton(monkeypatch)
+    monkeypatch.setattr(loader.importlib, "import_module", lambda _name: None)
+    monkeypatch.setattr(loader.triton_tuners, "find", lambda tuner_class: find(tuner_class, found))
+    return plain
+
+
+def pins_of(path: Path, gpu: str, chosen: int) -> Path:
+    """A file in which the tuner has chosen that configuration for one key."""
+    found, plain, _ = modules()
+    plain.cache[(64,)] = plain.configs[chosen]
+    path.parent.mkdir(exist_ok=True)
+    triton_tuners.save(path, find(FakeTuner, found), gpu)
+    return path
+
+
+def test_a_start_takes_its_own_pins_before_those_that_are_shipped(
+    tmp_path: Path, tuned: FakeTuner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The setting's file; without it, or where it is of no use, the file of this GPU's name; else it is told that there is none."""
+    caplog.set_level("INFO")
+    own = tmp_path / "own.json"
+    shipped = pins_of(triton_tuners.shipped("NVIDIA H200", tmp_path / "pins"), "NVIDIA H200", 0)
+    assert shipped.name == "nvidia-h200.json"
+    assert triton_tuners.shipped("NVIDIA GeForce RTX 4090").name == "nvidia-geforce-rtx-4090.json"
+    first, second = tuned.configs
+    for name in ("", str(own)):  # not given, or not made yet
+        pins = loader.TritonPins(name, "NVIDIA H200", shipped.parent)
+        assert tuned.cache.pop((64,)) is first
+        tuned.cache[(64,)] = first
+        pins.save()
+        assert not own.exists()  # nothing new was chosen
+        tuned.cache.clear()
+    assert f"pinned by {shipped}; {own} does not exist yet" in caplog.text
+    pins_of(own, "NVIDIA H200", 1)
+    loader.TritonPins(str(own), "NVIDIA H200", shipped.parent)
+    assert tuned.cache.pop((64,)) is second
+    pins_of(own, "RTX 3090", 1)
+    loader.TritonPins(str(own), "NVIDIA H200", shipped.parent)
+    assert tuned.cache.pop((64,)) is first
+    assert f"{own} was made on RTX 3090, this is NVIDIA H200" in caplog.text
+    pins_of(shipped, "NVIDIA H200 NVL", 0)
+    pins = loader.TritonPins("", "NVIDIA H200", shipped.parent)
+    assert tuned.cache == {}
+    assert "there is no pin for NVIDIA H200, so Triton's kernels are tuned anew" in caplog.text
+    assert "was made on NVIDIA H200 NVL, this is NVIDIA H200" in caplog.text
+    tuned.cache[(8,)] = first
+    pins.save()  # no file is named for them
+
+
+def test_new_choices_are_merged_into_those_that_are_shipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By kernel and key, sorted, told in numbers; a file that cannot be used changes nothing."""
+    folder = tmp_path / "pins"
+    new = pins_of(tmp_path / "new.json", "NVIDIA H200", 1)
+    folder.mkdir()
+    assert triton_pin.main([str(new), "--folder", str(folder)]) == 0
+    target = folder / "nvidia-h200.json"
+    assert capsys.readouterr().out == f"NVIDIA H200: 1 choices, 1 of them new, 0 changed, in {target}\n"
+    key, kernel = "(64,)", "exllamav3.a.kernel"
+    settings = {"BLOCK": 16, "num_warps": 4}
+    triton_tuners.write(new, "NVIDIA H200", {kernel: {key: settings, "(9,)": settings}, "exllamav3.0": {"(1,)": settings}})
+    assert triton_pin.main([str(new), "--folder", str(folder)]) == 0
+    assert "3 choices, 2 of them new, 1 changed" in capsys.readouterr().out
+    gpu, choices = triton_tuners.read(target)
+    assert gpu == "NVIDIA H200"
+    assert choices == {"exllamav3.0": {"(1,)": settings}, kernel: {key: settings, "(9,)": settings}}
+    assert list(choices) == sorted(choices)
+    before = target.read_text()
+    for text in ("{", '{"version": 1, "gpu": "NVIDIA H200", "kernels": {}}'):
+        new.write_text(text)
+        assert triton_pin.main([str(new), "--folder", str(folder)]) == 1
+        assert str(new) in capsys.readouterr().err
+    assert target.read_text() == before
+
+
+def test_every_shipped_file_can_be_used() -> None:
+    """Whatever is in the folder is of the GPU that its name says, and as sorted as it is written."""
+    files = sorted(triton_tuners.SHIPPED.glob("*.json"))
+    assert (triton_tuners.SHIPPED / "README.md").exists()
+    for path in files:
+        gpu, choices = triton_tuners.read(path)
+        assert triton_tuners.shipped(gpu) == path
+        assert triton_pin.count(choices) > 0
+        names = [(kernel, key) for kernel, of in choices.items() for key in of]
+        assert names == sorted(names)
+
+
+def fake_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module triton whose tuner is FakeTuner."""
+    autotuner = types.ModuleType("triton.runtime.autotuner")
+    autotuner.Autotuner = FakeTuner  # type: ignore[attr-defined]
+    for name in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", autotuner)
+
+
 def test_pins_are_written_once_by_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The first start says that it tunes and saves what it chose; the second has the choices and leaves the file alone."""
     path = tmp_path / "pins.json"
     found, plain, _ = modules()
-    autotuner = types.ModuleType("triton.runtime.autotuner")
-    autotuner.Autotuner = FakeTuner  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
-    monkeypatch.setitem(sys.modules, "triton.runtime", types.ModuleType("triton.runtime"))
-    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", autotuner)
+    fake_triton(monkeypatch)
     imported: list[str] = []
     monkeypatch.setattr(loader.importlib, "import_module", imported.append)
     monkeypatch.setattr(loader.triton_tuners, "find", lambda tuner_class: find(tuner_class, found))
@@ -216,7 +334,7 @@ def test_pins_are_written_once_by_the_warm_up(tmp_path: Path, monkeypatch: pytes
     assert plain.cache == {(64,): plain.configs[1]}
     second.save()
     assert path.stat().st_mtime_ns == written
-    loader.TritonPins("", "H200").save()
+    loader.TritonPins("", "H200", tmp_path).save()
 
 
 def test_the_first_configuration_can_be_forced() -> None:

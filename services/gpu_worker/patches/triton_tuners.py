@@ -1,7 +1,8 @@
 """Triton's choices among kernel configurations, kept over restarts and equal wherever bits are compared.
 
 An autotuned kernel times its configurations at the first call of each shape; which one wins may differ from start to start, and with it the
-last bits. The choices live in the tuner's own cache, which is written to a file and read back before the first call.
+last bits. The choices live in the tuner's own cache, which is written to a file and read back before the first call. Files for known GPUs
+are shipped; `python -m tools.triton_pin` makes them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,12 @@ log = logging.getLogger(__name__)
 
 NAME = "triton_tuners"
 VERSION = 1
+SHIPPED = Path(__file__).resolve().parents[1] / "triton_pins"
+Choices = dict[str, dict[str, dict[str, Any]]]  # by kernel, then by the text of the tuner's key: a configuration's settings
+
+
+class PinsError(ValueError):
+    """A file of choices that cannot be used; says why."""
 
 
 def find(tuner_class: type, modules: dict[str, ModuleType] | None = None, package: str = "exllamav3") -> dict[str, Any]:
@@ -49,6 +57,11 @@ def use_first_configurations(tuners: dict[str, Any]) -> int:
     return len(several)
 
 
+def shipped(gpu: str, folder: Path = SHIPPED) -> Path:
+    """Where the choices for a GPU of that name are, if there are any: `NVIDIA H200` is nvidia-h200.json."""
+    return folder / f"{re.sub('[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
 def save(path: Path, tuners: dict[str, Any], gpu: str) -> int:
     """Writes what the tuners have chosen so far; returns how many choices.
 
@@ -58,11 +71,42 @@ def save(path: Path, tuners: dict[str, Any], gpu: str) -> int:
     kernels = {
         name: {repr(key): config.all_kwargs() for key, config in tuner.cache.items() if _literal(key)} for name, tuner in tuners.items()
     }
+    write(path, gpu, kernels)
+    return sum(map(len, kernels.values()))
+
+
+def write(path: Path, gpu: str, kernels: Choices) -> None:
+    """Writes a file of choices, sorted. A reader never sees half of it."""
     text = json.dumps({"version": VERSION, "gpu": gpu, "kernels": {n: c for n, c in kernels.items() if c}}, indent=1, sort_keys=True)
     part = path.with_name(path.name + ".part")
     part.write_text(text + "\n")
     os.replace(part, path)
-    return sum(map(len, kernels.values()))
+
+
+def read(path: Path) -> tuple[str, Choices]:
+    """The GPU's name and the choices of a file.
+
+    Raises:
+        PinsError: there is no such file, it is of another version, or anything in it is not as `write` writes it.
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document["version"] != VERSION:
+            raise PinsError(f"{path} has version {document['version']}, this build writes {VERSION}")
+        gpu, kernels = document["gpu"], document["kernels"]
+        entries = [(text, settings) for choices in kernels.values() for text, settings in choices.items()]
+    except FileNotFoundError:
+        raise PinsError(f"{path} does not exist yet") from None
+    except PinsError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PinsError(f"{path} cannot be read: {error}") from error
+    for text, settings in entries:
+        if not _is_literal(text) or not isinstance(settings, dict):
+            raise PinsError(f"{path} cannot be read: {text!r} is no key, or has no settings")
+    if not isinstance(gpu, str):
+        raise PinsError(f"{path} cannot be read: it names no GPU")
+    return gpu, kernels
 
 
 def load(path: Path, tuners: dict[str, Any], gpu: str) -> tuple[int, str]:
@@ -72,16 +116,11 @@ def load(path: Path, tuners: dict[str, Any], gpu: str) -> tuple[int, str]:
         how many were put there, and why none were, or "".
     """
     try:
-        document = json.loads(path.read_text())
-        if document["version"] != VERSION:
-            return 0, f"{path} has version {document['version']}, this build writes {VERSION}"
-        if document["gpu"] != gpu:
-            return 0, f"{path} was made on {document['gpu']}, this is {gpu}"
-        kernels: dict[str, dict[str, dict[str, Any]]] = document["kernels"]
-    except FileNotFoundError:
-        return 0, f"{path} does not exist yet"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return 0, f"{path} cannot be read: {error}"
+        made_on, kernels = read(path)
+    except PinsError as error:
+        return 0, str(error)
+    if made_on != gpu:
+        return 0, f"{path} was made on {made_on}, this is {gpu}"
     pinned = 0
     for name, choices in kernels.items():
         tuner = tuners.get(name)
@@ -93,6 +132,15 @@ def load(path: Path, tuners: dict[str, Any], gpu: str) -> tuple[int, str]:
                 tuner.cache[ast.literal_eval(text)] = config
                 pinned += 1
     return pinned, "" if pinned else f"{path} holds no choice for the kernels of this build"
+
+
+def _is_literal(text: str) -> bool:
+    """True when the text is a key that can be put into a cache."""
+    try:
+        hash(ast.literal_eval(text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+    return True
 
 
 def _literal(key: Any) -> bool:

@@ -273,38 +273,42 @@ def joined_tail_from(model: Any) -> int:
 
 
 class TritonPins:
-    """Triton's choices from a file, before the first kernel runs.
+    """Triton's choices from a file, before the first kernel runs: the setting's own, else those that are shipped for this GPU.
 
     Args:
-        name: GLM53_TRITON_PIN, empty for none.
+        name: GLM53_TRITON_PIN, empty for none; gets what is chosen where neither file has a choice.
         gpu: whose choices they are.
+        folder: of the shipped files.
     """
 
-    def __init__(self, name: str, gpu: str) -> None:
-        self._path, self._gpu = pathlib.Path(name), gpu
-        self._tuners: dict[str, Any] = {}
-        if not name:
-            return
+    def __init__(self, name: str, gpu: str, folder: pathlib.Path = triton_tuners.SHIPPED) -> None:
+        self._own, self._gpu = pathlib.Path(name) if name else None, gpu
         # Late: triton comes with torch's GPU builds alone.
         from triton.runtime.autotuner import Autotuner
 
         # exllamav3 imports them with the first pass, which is too late to pin them.
         importlib.import_module(upstream.TUNED)
         self._tuners = triton_tuners.find(Autotuner)
-        self._pinned, why = triton_tuners.load(self._path, self._tuners, gpu)
-        if why:
-            log.warning("Triton's kernels are tuned anew: %s", why)
-        else:
-            log.info("%d choices of Triton's kernels are pinned by %s", self._pinned, name)
+        self._pinned = 0
+        problems: list[str] = []
+        for path in (self._own, triton_tuners.shipped(gpu, folder)):
+            if path is None:
+                continue
+            self._pinned, why = triton_tuners.load(path, self._tuners, gpu)
+            if self._pinned:
+                log.info("%d choices of Triton's kernels are pinned by %s%s", self._pinned, path, "".join(f"; {each}" for each in problems))
+                return
+            problems.append(why)
+        log.warning("there is no pin for %s, so Triton's kernels are tuned anew: %s", gpu, "; ".join(problems))
 
     def save(self) -> None:
-        """Writes the choices if the warm-up made new ones."""
-        if not self._tuners or sum(len(tuner.cache) for tuner in self._tuners.values()) == self._pinned:
+        """Writes the choices if the warm-up made new ones and a file is named for them."""
+        if self._own is None or sum(len(tuner.cache) for tuner in self._tuners.values()) == self._pinned:
             return
         try:
-            triton_tuners.save(self._path, self._tuners, self._gpu)
+            triton_tuners.save(self._own, self._tuners, self._gpu)
         except OSError as error:
-            log.warning("Triton's choices cannot be saved to %s: %s", self._path, error.strerror)
+            log.warning("Triton's choices cannot be saved to %s: %s", self._own, error.strerror)
 
 
 def warm_up(loaded: Loaded, chunk: int, max_streams: int) -> None:
