@@ -7,7 +7,8 @@ own process, each going on where an earlier one was cut off (rows of one boot ar
     ours            the arena filled from it, then decode and prefill of every placement
     stock           stock's CPU split at the same VRAM, the most popular experts placed in it
     stock_resident  stock with every expert in VRAM
-    all             these four
+    start           a worker's start, and a second one that finds the arena and Triton's choices
+    all             these five
     report          the result file again, from the rows
     clean           takes everything out of memory
 
@@ -32,17 +33,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import report, routing_trace, slice_cases, slice_checkpoint, slice_ours, slice_traces
+from bench import report, routing_trace, slice_cases, slice_checkpoint, slice_ours, slice_start, slice_traces
 from bench.kept_rows import Row, Rows
 from bench.slice_cases import MODES
-from bench.slice_dry import DryEngine
+from bench.slice_dry import DryEngine, dry_start
 from bench.slice_ours import SHM, depths_of
 from kernels.python import segments
 from services.gpu_worker.patches import triton_tuners, upstream
 
 INSTANCES = ("slice", "gpu-fast", "gpu-exact")  # of this bench and its neighbours
 PINS = "triton_pins.json"  # beside the result file: what Triton chose
-COMMANDS = ("prepare", "ours", "stock", "stock_resident")
+COMMANDS = ("prepare", "ours", "stock", "stock_resident", "start")
 
 
 def make_engine(side: str, args: argparse.Namespace, trace: np.ndarray, deadline: float) -> slice_cases.Engine:
@@ -123,6 +124,15 @@ def prepare(args: argparse.Namespace, rows: Rows) -> None:
         print(f"written after {time.monotonic() - began:.1f} s", flush=True)
 
 
+def start(args: argparse.Namespace, rows: Rows, deadline: float) -> None:
+    """A worker's start on the slice's files."""
+    pins = args.out.with_name(PINS)
+    words = {"start": dry_start} if args.dry_run else {}
+    skipped = slice_start.measure(rows, args.folder, pins, slice_ours.CARD_MIB, deadline, **words)
+    if skipped:
+        print(f"no time for: {', '.join(skipped)}; the same command goes on with them", flush=True)
+
+
 def clean(args: argparse.Namespace) -> None:
     """Takes checkpoint, rows, and what this and other benches left in shared memory, away."""
     shutil.rmtree(args.folder, ignore_errors=True)
@@ -187,6 +197,8 @@ def main(argv: list[str] | None = None) -> None:
         rows.save()
     elif args.command == "prepare":
         prepare(args, rows)
+    elif args.command == "start":
+        start(args, rows, began + args.seconds)
     else:
         measure(args.command, args, rows, began + args.seconds)
     print(f"{args.command}: {time.monotonic() - began:.1f} s", flush=True)

@@ -172,12 +172,12 @@ def cases(side: str, steps: int, *, first: bool = False) -> list[Case]:
 
 
 # Seconds of a command before its first case: import, load, pinning, first kernels.
-LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60}
+LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60, "start": 185}
 
 
 def estimate(command: str, steps: int) -> float:
     """Seconds of a whole command on the machine that the notes describe."""
-    todo = cases(command, steps) if command != "prepare" else []
+    todo = cases(command, steps) if command not in ("prepare", "start") else []
     entered = sum(1 for before, case in zip([None, *todo], todo, strict=False) if before is None or before.mode != case.mode)
     return LOAD_S.get(command, 0) + sum(case.seconds for case in todo) + ENTER_S * entered
 
@@ -344,6 +344,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "belady_hit_rate": ("ours/BEST/C1",),
     "prefill8k_of_limit": ("ours/BEST/prefill8k", "ours/resident/prefill8k"),
     "ram_extra_gib": ("ours/BEST/C1",),
+    "second_start_s": ("start/second",),
 }
 NO_STOCK_165 = "stock 1.6.5 needs a build of 270 s of its own, which no run has had the time for"
 
@@ -401,6 +402,7 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     ours = [row for name, row in rows.items() if name.startswith(("ours/in_step", "ours/between_steps"))]
     summary["ram_extra_gib"] = max((row["ram_extra_gib"] for row in ours if row.get("ram_extra_gib") is not None), default=None)
     summary["vram_peak_gib"] = max((round(row["vram_peak_mib"] / 1024, 2) for row in ours if row.get("vram_peak_mib")), default=None)
+    summary["second_start_s"] = rows.get("start/second", {}).get("s")
     summary["c1_vs_stock165"] = None
     summary["errors"] = sorted(broken)
     summary["reason_for_null"] = reasons(summary, tuple(NEEDS), lambda key: why_null(every, best, key))

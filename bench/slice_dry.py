@@ -100,3 +100,8 @@ class DryEngine:
 
     def close(self) -> None:
         self.closed = True
+
+
+def dry_start(*_how: object) -> Row:
+    """A start that finds everything."""
+    return {"load_s": 12.0, "arena": "re-attached: made up", "slots": 1376, "mode": "fast", "pins": "shipped", "tuned": False, "s": 19.0}

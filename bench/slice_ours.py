@@ -57,7 +57,7 @@ def write_checkpoint(path: Path, num_moe: int) -> None:
 
 
 def slice_hash(num_moe: int) -> bytes:
-    """What an arena of the slice is known by: any filling of it measures the same."""
+    """What an arena without files is known by: any filling of it measures the same."""
     return bytes([num_moe]) * 32
 
 
@@ -109,7 +109,8 @@ def fill_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[ExpertSh
     """The arena as the worker fills it, from the slice's files; facts of how long that took."""
     shapes = cpu_arena.expert_shapes(checkpoint)
     began = time.perf_counter()
-    arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, slice_hash(len(shapes)))
+    # Known by the checkpoint's own hash: a worker that starts on the same files takes it over.
+    arena = Arena.attach_or_create(str(path), shapes, routing_trace.EXPERTS, checkpoint.hash)
     if arena.reattached:
         return arena, shapes, {"arena": "taken over"}
     reserved = time.perf_counter()

@@ -25,6 +25,7 @@ from bench import (
     slice_checkpoint,
     slice_machine,
     slice_ours,
+    slice_start,
     slice_stock,
     slice_traces,
 )
@@ -179,6 +180,8 @@ def test_what_every_session_must_have_comes_first(tmp_path: Path) -> None:
     assert [row["name"] for row in dry(tmp_path, "stock", "--first")["rows"][12:]] == ["stock/C1", "stock/C4", "stock/C2"]
     document = dry(tmp_path, "stock_resident", "--first")
     assert document["rows"][-1]["name"] == "stock_resident/C1"
+    document = dry(tmp_path, "start")
+    assert document["rows"][-1]["name"] == slice_start.SECOND
     missing = {key for key, value in document["summary"].items() if value is None and key in slice_cases.NEEDS}
     assert missing == {"c1_vs_stock165"}
     names = [row["name"] for row in dry(tmp_path, "ours")["rows"]]
@@ -268,6 +271,7 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
         "c1_vs_stock165": slice_cases.NO_STOCK_165,
         "c2_vs_stock151": "ours/in_step/C2 was not measured in this run",
         "c4_vs_stock151": "stock/C4 was not measured in this run",
+        "second_start_s": "start/second was not measured in this run",
     }
     assert (summary["ram_extra_gib"], summary["vram_peak_gib"]) == (3.0, 2.0)
     assert (summary["c2_vs_stock151"], summary["c4_vs_stock151"], summary["errors"]) == (None, None, ["stock/C2"])
@@ -681,3 +685,99 @@ def test_an_arena_without_files_is_filled_by_all_threads(tmp_path: Path, monkeyp
     again = slice_ours.open_arena(tmp_path / "arena", shapes)
     assert again.reattached
     again.unlink()
+
+
+def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20.0) -> dict[str, Any]:
+    return {"arena": arena, "tuned": tuned, "s": s}
+
+
+@pytest.mark.parametrize(
+    ("starts", "rows"),
+    [
+        ([started()], {slice_start.SECOND: 20.0}),  # the arena of this boot, and choices that are shipped
+        ([started("loaded: x", tuned=True, s=90.0), started(s=21.0)], {slice_start.FIRST: 90.0, slice_start.SECOND: 21.0}),
+        ([started(tuned=True, s=80.0), started(tuned=True, s=70.0)], {slice_start.FIRST: 80.0, slice_start.SECOND: 70.0}),
+    ],
+)
+def test_a_second_start_is_one_that_finds_what_the_first_has_left(
+    tmp_path: Path, starts: list[dict[str, Any]], rows: dict[str, float]
+) -> None:
+    """One start is enough where everything is there; what is tuned at every start counts to the second one as well."""
+    kept, left = rows_in(tmp_path), list(starts)
+    pins = tmp_path / "pins"
+    deadline = time.monotonic() + 500
+    assert slice_start.measure(kept, tmp_path, pins, 24_564, deadline, start=lambda *_how: left.pop(0)) == []
+    assert left == []
+    assert {name: row["s"] for name, row in kept.rows.items()} == rows
+    assert kept.summary()["second_start_s"] == rows[slice_start.SECOND]
+    assert slice_start.measure(kept, tmp_path, pins, 24_564, deadline, start=None) == []  # nothing is measured again
+
+
+def test_a_start_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+    """No time, a failure, or an arena that was filled again: no figure is made of any of them."""
+    kept, pins = rows_in(tmp_path), tmp_path / "pins"
+    assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 60, start=None) == [slice_start.SECOND]
+    pins.write_text("{}")
+    assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 20, start=None) == [slice_start.SECOND]
+
+    def late(*_how: Any) -> Any:
+        raise subprocess.TimeoutExpired("start", 1.0)
+
+    assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 60, start=late) == [slice_start.SECOND]
+
+    def broken(*_how: Any) -> Any:
+        raise RuntimeError("the start ended with 78, not ready: ")
+
+    assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 60, start=broken) == []
+    assert kept.rows[slice_start.FIRST] == {"error": "the start ended with 78, not ready: "}
+    filled = [started("loaded: x", s=60.0), started("loaded: x", s=60.0)]
+    slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 60, start=lambda *_how: filled.pop(0))
+    assert kept.rows[slice_start.SECOND]["error"] == "the arena was loaded: x"
+    summary = kept.summary()
+    assert summary["second_start_s"] is None
+    assert summary["reason_for_null"]["second_start_s"] == "start/second failed: the arena was loaded: x"
+
+
+def test_a_start_is_timed_from_the_process_s_first_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own clock ends it; one that is not ready is told with its last words."""
+    python = tmp_path / "python"
+    say = """import json, time
+time.sleep(0.3)
+print('warming up')
+print('ready: ' + json.dumps({'arena': 'x', 'ready_at': time.monotonic()}))
+time.sleep(0.5)"""
+    real = sys.executable
+    python.write_text(f"#!{real}\n{say}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(slice_start.sys, "executable", str(python))
+    row = slice_start.run(tmp_path, tmp_path / "pins", 24_564, 60.0)
+    assert row["arena"] == "x"
+    assert "ready_at" not in row
+    assert 0.3 <= row["s"] < 20
+    python.write_text(f"#!{real}\nprint('no GPU'); raise SystemExit(78)\n")
+    with pytest.raises(RuntimeError, match="ended with 78, not ready: no GPU"):
+        slice_start.run(tmp_path, tmp_path / "pins", 24_564, 60.0)
+
+
+def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through its loader and with its settings; free VRAM is that of a card of 24 GB, and what it tunes is told."""
+    from services.gpu_worker.backends.exl3 import loader
+
+    pins, asked = tmp_path / "pins.json", []
+    monkeypatch.setattr(loader, "free_bytes", loader.free_bytes)  # put back afterwards
+    for name, value in {"get_device_name": lambda _d: "NVIDIA H200", "mem_get_info": lambda _d: (130 << 30, 140 << 30)}.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def load(settings: Any, checkpoint: Any, note: Any, reason: str) -> Any:
+        note(0.0, "x")
+        asked.append((settings.instance, settings.triton_pin, settings.warm_up, checkpoint, reason, loader.free_bytes()))
+        pins.write_text("chosen")
+        return types.SimpleNamespace(stats=lambda: {"slots": 9}, info=types.SimpleNamespace(arena="re-attached: x", mode="fast"))
+
+    monkeypatch.setattr(loader, "load", load)
+    monkeypatch.setattr("services.gpu_worker.checkpoint.Checkpoint", lambda folder: folder)
+    first, second = (slice_start.ready(tmp_path, pins, 24_564) for _ in range(2))
+    assert asked[0] == ("slice", str(pins), True, tmp_path, "asked for", (24_564 << 20) - (10 << 30))
+    assert (first["tuned"], second["tuned"], second["slots"], second["pins"]) == (True, False, 9, "the setting's file")
+    assert slice_start.is_second(second)
+    assert not slice_start.is_second(first)

@@ -1,0 +1,132 @@
+"""How long a worker's start takes on the slice: what it does from the process's first moment to a loaded, warm model.
+
+`bench.gpu_exact_slice start` runs this module in a process of its own, twice unless the first one finds its arena and its choices of
+Triton's kernels. The worker's own loader does everything; the gRPC server that it starts beside is left out. Slots are as many as fit on a
+card of 24 GB, so that they are lent to prefills, which a start measures, as there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench import report
+from bench.kept_rows import Row
+
+FIRST, SECOND = "start/first", "start/second"
+FIRST_S, SECOND_S = 150.0, 35.0  # what they should take; the first one times Triton's configurations
+READY = "ready: "
+INSTANCE = "slice"
+
+
+def ready(folder: Path, pins: Path, card_mib: int) -> Row:
+    """Loads the checkpoint as a worker does; what it found.
+
+    Args:
+        folder: the checkpoint.
+        pins: GLM53_TRITON_PIN.
+        card_mib: VRAM of the card that slots are made for, MiB.
+    """
+    import torch
+
+    from services.gpu_worker.backends.exl3 import loader
+    from services.gpu_worker.checkpoint import Checkpoint
+    from services.gpu_worker.patches import triton_tuners
+    from services.gpu_worker.settings import GpuWorkerSettings
+
+    def free_on_card() -> int:
+        free, total = torch.cuda.mem_get_info(loader.DEVICE)
+        return max(0, min(free, (card_mib << 20) - (total - free)))
+
+    loader.free_bytes = free_on_card
+    before = pins.read_bytes() if pins.exists() else b""
+    own = before or not triton_tuners.shipped(torch.cuda.get_device_name(loader.DEVICE)).exists()
+    began = time.monotonic()
+    settings = GpuWorkerSettings.load({}, model_dir=str(folder), instance=INSTANCE, triton_pin=str(pins), device="cuda")
+    backend = loader.load(settings, Checkpoint(folder), lambda _fraction, _words: None, "asked for")
+    stats, after = backend.stats(), pins.read_bytes() if pins.exists() else b""
+    return {
+        "load_s": round(time.monotonic() - began, 2),
+        "arena": backend.info.arena,
+        "slots": stats["slots"],
+        "mode": backend.info.mode,
+        "pins": "the setting's file" if own else "shipped",
+        "tuned": after != before,
+    }
+
+
+def run(folder: Path, pins: Path, card_mib: int, limit_s: float) -> Row:
+    """A row of one start, in a process of its own.
+
+    Raises:
+        RuntimeError: it ended without being ready.
+        subprocess.TimeoutExpired: it took longer than `limit_s`.
+    """
+    command = [sys.executable, "-m", "bench.slice_start", str(folder), str(pins), "--card-mib", str(card_mib)]
+    began = time.monotonic()
+    done = subprocess.run(command, cwd=report.ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
+    line = next((line for line in done.stdout.splitlines() if line.startswith(READY)), None)
+    if line is None:
+        raise RuntimeError(f"the start ended with {done.returncode}, not ready: {done.stdout[-500:]}")
+    row: Row = json.loads(line.removeprefix(READY))
+    row["s"] = round(row.pop("ready_at") - began, 2)  # one clock for all processes of a machine
+    return row
+
+
+def is_second(row: Row) -> bool:
+    """True when nothing was left to do that an earlier start has done."""
+    return not row["tuned"] and str(row["arena"]).startswith("re-attached")
+
+
+def measure(rows: Any, folder: Path, pins: Path, card_mib: int, deadline: float, start: Any = run) -> list[str]:
+    """Rows of a first start, where there was anything to do that it leaves behind, and of a second one.
+
+    Args:
+        rows: bench.kept_rows.Rows.
+        deadline: monotonic seconds; no start begins that would end later.
+        start: makes a row; another one in tests.
+
+    Returns:
+        what there was no time for.
+    """
+    for _ in range(2):
+        if rows.done(SECOND):
+            break
+        first = not rows.done(FIRST)
+        left = deadline - time.monotonic()
+        if left < (FIRST_S if first and not pins.exists() else SECOND_S):
+            return [SECOND]
+        try:
+            row = start(folder, pins, card_mib, left)
+        except subprocess.TimeoutExpired:
+            return [SECOND]
+        except RuntimeError as error:
+            rows.put(FIRST if first else SECOND, {"error": str(error)})
+            return []
+        if first and not is_second(row):
+            rows.put(FIRST, row)
+        else:
+            # What is chosen anew at every start belongs to a second one too.
+            rows.put(SECOND, row if str(row["arena"]).startswith("re-attached") else row | {"error": f"the arena was {row['arena']}"})
+    return []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("pins", type=Path)
+    parser.add_argument("--card-mib", type=int, required=True)
+    args = parser.parse_args()
+    row = ready(args.folder, args.pins, args.card_mib)
+    print(READY + json.dumps(row | {"ready_at": time.monotonic()}), flush=True)
+    os._exit(0)  # the arena stays, and nobody waits for what a worker would end
+
+
+if __name__ == "__main__":
+    main()
