@@ -24,6 +24,7 @@ class Setting:
 
     fast: with the integer kernels; otherwise exllamav3's. slots: share of the records that have one. placed: share that is in one at the
     start. noise: relative RMS of Gaussian noise in each expert's output (exact only). restarts: kill cpu_expert so often in mid-run.
+    hint_records: most that a guess of the next layer's picks brings ahead. hint_recall: how many of the picks a simulated guess holds.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Setting:
     link_derate: int = 1
     on_demand: bool = True
     admit: bool = True
+    hint_records: int = 0
+    hint_recall: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,6 +16,11 @@ NOISE = "noise floor"
 LARGEST = 0.02  # of stock's error: fp16 makes a thousandth of it, another expert's bytes make it 1
 FAST, TWO_THREADS, MANY_STEPS = "fast", "fast, two threads", "fast, 2000 steps"
 RESIDENT = "every expert in VRAM"  # names of rows that no card of 24 GB could run begin so
+HINT_PART = "hints"
+NO_HINTS, HINTS, TWO_HINTS = "fast, no hints", "fast, hints", "fast, hints of two records"
+HALF_HINTS, PERFECT_HINTS = "fast, hints with half the recall", "fast, perfect hints"
+EXACT_NO_HINTS, EXACT_HINTS = "exact, no hints", "exact, hints"
+EXACT_HALF_HINTS, EXACT_PERFECT_HINTS = "exact, hints with half the recall", "exact, perfect hints"
 FULL_RECORDS = 42 * 288  # of the whole model
 ENOUGH_STEPS = 2000
 UPPER_BOUNDS = "publish_to_seen_us and flag_to_add_us are at most so much: round trips, since device and host have no common clock"
@@ -43,6 +48,13 @@ NEEDS = {
     "idle_core_pct": "fidelity: the idle server",
     "publish_to_seen_us": "speed: the round trips",
     "flag_to_add_us": "speed: the round trips",
+    "hint_c1_vs_fast": "hints: fast at C1 with hints and without",
+    "hint_c1_vs_fast_half": "hints: fast at C1 with half the recall and without hints",
+    "hint_c1_vs_fast_perfect": "hints: fast at C1 with perfect hints and without",
+    "hint_c4_vs_fast": "hints: fast at C4 with hints and without",
+    "hint_exact_c1_vs_exact": "hints: exact at C1 with hints and without",
+    "hint_recall_on_misses": "hints: fast at C1 with hints",
+    "hint_precision_on_misses": "hints: fast at C1 with hints",
 }
 
 
@@ -100,6 +112,7 @@ def summarise(rows: list[Row], facts: Row, others: Others) -> Row:
     """All figures; None, with what would make it, for what is missing."""
     figures: Row = {"dry_run": True} if facts.get("dry_run") else {}
     figures |= _speed(rows, others.stock_tok_s(facts["boot_id"])) | _memory(rows, facts) | _fidelity(rows) | others.kernel_ratios()
+    figures |= _hints(rows)
     idle = next((row for row in rows if row["part"] == "idle"), {})
     figures["idle_core_pct"] = round(idle["worker_core_pct"] + idle["cpu_expert_core_pct"], 2) if idle else None
     trip = next((row for row in rows if row["name"] == ROUND_TRIP and "error" not in row), {})
@@ -140,6 +153,30 @@ def _speed(rows: list[Row], stock_tok_s: float | None) -> Row:
         "step_over_bound": one.get("step_over_bound"),
         "planner_error_pct": planned.get("planner_error_pct"),
         "planner_steps": planned.get("planner_steps"),
+    }
+
+
+def _hints(rows: list[Row]) -> Row:
+    """Tokens per second with hints over those without, from rows that were measured one behind the other."""
+    measured = {(row["name"], row["streams"]): row for row in rows if row["part"] == HINT_PART and row.get("tok_s") and "error" not in row}
+
+    def over(name: str, base: str, streams: int = 1) -> float | None:
+        with_hints, without = measured.get((name, streams)), measured.get((base, streams))
+        return round(with_hints["tok_s"] / without["tok_s"], 3) if with_hints and without else None
+
+    best = measured.get((HINTS, 1), {})
+    return {
+        "hint_c1_vs_fast": over(HINTS, NO_HINTS),
+        "hint_c1_vs_fast_two_records": over(TWO_HINTS, NO_HINTS),
+        "hint_c1_vs_fast_half": over(HALF_HINTS, NO_HINTS),
+        "hint_c1_vs_fast_perfect": over(PERFECT_HINTS, NO_HINTS),
+        "hint_c4_vs_fast": over(HINTS, NO_HINTS, 4),
+        "hint_c4_vs_fast_half": over(HALF_HINTS, NO_HINTS, 4),
+        "hint_c4_vs_fast_perfect": over(PERFECT_HINTS, NO_HINTS, 4),
+        "hint_exact_c1_vs_exact": over(EXACT_HINTS, EXACT_NO_HINTS),
+        "hint_exact_c1_vs_exact_half": over(EXACT_HALF_HINTS, EXACT_NO_HINTS),
+        "hint_exact_c1_vs_exact_perfect": over(EXACT_PERFECT_HINTS, EXACT_NO_HINTS),
+        **{name: best.get(name) for name in ("hint_recall_on_misses", "hint_precision_on_misses")},
     }
 
 

@@ -3,6 +3,7 @@
 fidelity: forced decode steps of the shipped checkpoint. Every placement of `fast` (all in VRAM, all on the CPU, all read in place, random,
 also while cpu_expert is killed) must give the same bits; `fast` against `exact` is compared with exact under noise of stock's own size.
 speed: decode of the full-shape slice (bench/gpu_exact_slice.py), `exact` and `fast` in one run, with the link as it is and at half rate.
+hints (asked for alone): the same with records that are brought ahead by guesses of several qualities, beside rows without.
 
 Each row is written as it comes, and a command goes on where an earlier one of the same boot was cut off (--state). Ratios to stock come
 from `bench.gpu_exact_slice`'s result file of the same boot, those of the kernel from `bench.gpu_int_kernel`'s.
@@ -211,7 +212,7 @@ def _placements(rig: Rig, setting: Any, groups: list[list[list[int]]], results: 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["fidelity", "speed", "hidden", "stock-error"], help="one part")
+    parser.add_argument("--only", choices=["fidelity", "speed", "hidden", "hints", "stock-error"], help="one part")
     parser.add_argument("--first", action="store_true", help="of speed only what every session must have")
     parser.add_argument("--seconds", type=float, default=1200.0)
     parser.add_argument("--layers", type=int, default=12, choices=range(1, 13), help="MoE layers of the slice")
@@ -228,13 +229,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="measure nothing, write the file again")
     parser.add_argument("--dry-run", action="store_true", help="the whole course with made-up figures, without a GPU")
     args = parser.parse_args()
-    args.parts = [args.only] if args.only else ["fidelity", "speed"]
+    # On a GPU hints load the slice a second time, into a process of their own.
+    args.parts = [args.only] if args.only else ["fidelity", "speed", *(["hints"] if args.dry_run else [])]
     return args
 
 
 def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
     if args.dry_run:
-        from bench.gpu_fast_dry import DryRig, speed
+        from bench.gpu_fast_dry import DryRig, hints, speed
 
         results.kept.note(dry_run=True)
         if "fidelity" in args.parts:
@@ -242,8 +244,10 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
             fidelity(DryRig(deadline), Setting, prompts, results, steps=4)
         if "speed" in args.parts or "hidden" in args.parts:
             speed(results)
+        if "hints" in args.parts:
+            hints(results)
     else:
-        from bench import gpu_fast_parts
+        from bench import gpu_fast_hints, gpu_fast_parts
 
         if "stock-error" in args.parts:
             gpu_fast_parts.stock_error_on_gpu(args, results, deadline)
@@ -251,6 +255,8 @@ def run(args: argparse.Namespace, results: Results, deadline: float) -> None:
             gpu_fast_parts.fidelity_on_gpu(args, results, deadline)
         if "speed" in args.parts or "hidden" in args.parts:
             gpu_fast_parts.speed_on_gpu(args, results, deadline)
+        if "hints" in args.parts:
+            gpu_fast_hints.hints_on_gpu(args, results, deadline)
 
 
 def main() -> None:

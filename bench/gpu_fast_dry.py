@@ -49,6 +49,19 @@ class DryRig:
         return {"stock": 1e-3, "ours": 4e-5, "entries": len(group)}
 
 
+def hints(results: Any) -> None:
+    """Rows of the hints part's shape."""
+    exact = {fast_figures.EXACT_NO_HINTS: 10.0, fast_figures.EXACT_HINTS: 9.0, fast_figures.EXACT_HALF_HINTS: 9.5}
+    ours = {fast_figures.NO_HINTS: 7.0, fast_figures.HINTS: 6.5, fast_figures.HALF_HINTS: 7.0, fast_figures.PERFECT_HINTS: 6.0}
+    more = {fast_figures.TWO_HINTS: 6.6, fast_figures.EXACT_PERFECT_HINTS: 8.0}
+    for streams, names in ((1, exact | ours | more), (4, ours)):
+        for name, ms in names.items():
+            row: dict[str, Any] = {"part": fast_figures.HINT_PART, "name": name, "streams": streams}
+            if not results.done(**row):
+                good = {"hint_recall_on_misses": 0.55, "hint_precision_on_misses": 0.43} if "no hints" not in name else {}
+                results.add(**row, ms=ms * streams, tok_s=1000 / ms, **good)
+
+
 def noise(*seed: int) -> NDArray[np.float32]:
     """A row of it."""
     return np.random.default_rng(seed).standard_normal(VOCAB).astype(np.float32)

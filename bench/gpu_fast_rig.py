@@ -121,7 +121,7 @@ class GpuRig:
     def backend(self, setting: Setting) -> Iterator[Exl3Backend]:
         """A backend over slots as the setting has them; the lane is up when it wants one."""
         slots = max(1, round(setting.slots * self.num_records))
-        policy = PagerPolicy(admit_after=1, link_derate=setting.link_derate)
+        policy = PagerPolicy(admit_after=1, link_derate=setting.link_derate, hint_records=setting.hint_records)
         fast = None
         if setting.fast:
             region = Region.create(self._ctl_path, self.loaded.records.arena, top_k=self.top_k) if setting.lane else None

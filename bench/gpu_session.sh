@@ -84,6 +84,7 @@ command_of() {
     stock_resident) COMMAND=(-m bench.gpu_exact_slice stock_resident --first --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
     fast) COMMAND=(-m bench.gpu_fast --only speed --first --seconds "$seconds" "${FAST[@]}") ;;
     fast_rest) COMMAND=(-m bench.gpu_fast --only speed --seconds "$seconds" "${FAST[@]}") ;;
+    hints) COMMAND=(-m bench.gpu_fast --only hints --seconds "$seconds" "${FAST[@]}") ;;
     hidden) COMMAND=(-m bench.gpu_fast --only hidden --seconds "$seconds" "${FAST[@]}") ;;
     fidelity) COMMAND=(-m bench.gpu_fast --only fidelity --seconds "$seconds" "${FAST[@]}") ;;
     exact) COMMAND=(-m bench.gpu_exact --first-config --seconds "$seconds" --state "$STATE/gpu_exact.rows" --out "$STATE/gpu_exact.json"
@@ -203,10 +204,11 @@ case $PART in
 esac
 # The first two again where a row broke the device; then part 2's list, and what no session must have.
 fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 stock 300 160 stock_resident 120 75 exact 200 50 fidelity 200 45 \
-  hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 int_kernel 45 30 ours_rest "$LIMIT" 60 fast_rest "$LIMIT" 60
+  hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 130 60 int_kernel 45 30 ours_rest "$LIMIT" 60 fast_rest "$LIMIT" 60
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1
-for name in check prepare ours fast stock stock_resident exact fidelity hidden tests_fast tests_kernel kept int_kernel ours_rest fast_rest; do
+for name in check prepare ours fast stock stock_resident exact fidelity hidden tests_fast tests_kernel kept hints int_kernel ours_rest \
+  fast_rest; do
   [ -e "$STATE/done.$name" ] || echo "not finished: $name"
 done
 [ ${#LEFT_OUT[@]} -eq 0 ] || echo "left out in this part: ${LEFT_OUT[*]}"

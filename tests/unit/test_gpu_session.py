@@ -25,6 +25,7 @@ STEPS = {
     "--only speed --first": "fast",
     "--only speed ": "fast_rest",
     "--only hidden": "hidden",
+    "--only hints": "hints",
     "--only fidelity": "fidelity",
     "bench.gpu_exact ": "exact",
     "bench.gpu_int_kernel": "int_kernel",
