@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One session on a rented GPU machine, in parts of nine minutes: bash bench/gpu_session.sh PART OUT [--dry-run]
 #
-#   1      the slice's files, exact on the slice, fast on the slice
+#   1      the slice's files, exact on the slice, fast on the slice, a worker's second start
 #   2      stock's CPU split and stock with every expert in VRAM, the comparisons of bits, fidelity of fast, hidden states, the tests
 #   clean  takes everything out of memory
 #
@@ -79,6 +79,7 @@ command_of() {
     check) COMMAND=(-m bench.gpu_check --layers "$LAYERS" "${DRY[@]}") ;;
     prepare) COMMAND=(-m bench.gpu_exact_slice prepare "${SLICE[@]}") ;;
     ours) COMMAND=(-m bench.gpu_exact_slice ours --first --seconds "$seconds" "${SLICE[@]}") ;;
+    start) COMMAND=(-m bench.gpu_exact_slice start --seconds "$seconds" "${SLICE[@]}") ;;
     ours_rest) COMMAND=(-m bench.gpu_exact_slice ours --seconds "$seconds" "${SLICE[@]}") ;;
     stock) COMMAND=(-m bench.gpu_exact_slice stock --first --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
     stock_resident) COMMAND=(-m bench.gpu_exact_slice stock_resident --first --seconds "$seconds" "${SLICE[@]}" "${STOCK[@]}") ;;
@@ -92,14 +93,16 @@ command_of() {
     int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
     kept) COMMAND=(-m bench.gpu_kept --out "$STATE/gpu_kept.json")
       [ ${#DRY[@]} -eq 0 ] || COMMAND=(-m bench.gpu_kept --help) ;;
-    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_{waits,fast,arena_check,round_trip}.py -k "not shipped_model") ;;
+    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_{waits,fast,arena_check,round_trip}.py -k "not shipped_model and not hints") ;;
+    tests_hints) COMMAND=("${PYTEST[@]}" tests/gpu/test_early_router.py tests/gpu/test_waits.py -k hints) ;;
     tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
   esac
 }
 
 say() { echo "$*" | tee -a "$STATE/session.log"; }
 
-mirror() { cp "$STATE"/*.json "$STATE/session.log" "$STATE/figures.txt" "$OUT"/ 2> /dev/null; }
+# At most eight files come back from a machine: the table is printed, and figures.json has all of it.
+mirror() { cp "$STATE"/*.json "$STATE/session.log" "$OUT"/ 2> /dev/null; }
 
 declare -i FAILED=0
 declare -A BROKEN=() # how often a step failed in this part
@@ -190,7 +193,8 @@ case $PART in
   1)
     step prepare 90 25
     step ours 300 60
-    step fast 330 60 ;;
+    step fast 330 60
+    step start 230 65 ;;
   2)
     step prepare 90 25
     step stock 250 150
@@ -203,12 +207,13 @@ case $PART in
     step kept 90 40 ;;
 esac
 # The first two again where a row broke the device; then part 2's list, and what no session must have.
-fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 stock 300 160 stock_resident 120 75 exact 200 50 fidelity 200 45 \
-  hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 130 60 int_kernel 45 30 ours_rest "$LIMIT" 60 fast_rest "$LIMIT" 60
+fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 start 230 65 stock 300 160 stock_resident 120 75 exact 200 50 \
+  fidelity 200 45 hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 130 60 tests_hints 110 50 int_kernel 45 30 ours_rest "$LIMIT" 60 \
+  fast_rest "$LIMIT" 60
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1
-for name in check prepare ours fast stock stock_resident exact fidelity hidden tests_fast tests_kernel kept hints int_kernel ours_rest \
-  fast_rest; do
+for name in check prepare ours fast start stock stock_resident exact fidelity hidden tests_fast tests_kernel kept hints tests_hints int_kernel \
+  ours_rest fast_rest; do
   [ -e "$STATE/done.$name" ] || echo "not finished: $name"
 done
 [ ${#LEFT_OUT[@]} -eq 0 ] || echo "left out in this part: ${LEFT_OUT[*]}"

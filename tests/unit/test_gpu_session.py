@@ -29,9 +29,11 @@ STEPS = {
     "--only fidelity": "fidelity",
     "bench.gpu_exact ": "exact",
     "bench.gpu_int_kernel": "int_kernel",
+    "test_early_router": "tests_hints",
     "test_waits": "tests_fast",
     "test_int_expert": "tests_kernel",
     "bench.gpu_kept": "kept",
+    "gpu_exact_slice start": "start",
     "gpu_exact_slice clean": "clean",
     "bench.gpu_figures": "figures",
 }
@@ -112,8 +114,8 @@ def test_the_parts_share_the_work(session: Session) -> None:
     for text in ("gpu_exact_slice ours --first", "--only fidelity"):
         session.on(text, "no time for: more of it\n")
     first = session.part(1, GPU_SESSION_SECONDS="119")[1]
-    assert first[:6] == ["check", "prepare", "ours", "fast", "ours", "ours"]
-    assert first[6:10] == ["stock_resident", "exact", "fidelity", "hidden"]
+    assert first[:7] == ["check", "prepare", "ours", "fast", "start", "ours", "ours"]
+    assert first[7:11] == ["stock_resident", "exact", "fidelity", "hidden"]
     assert "stock" not in first  # its load alone takes longer
     session.forget()
     assert session.part(2)[1] == ["stock", "fidelity", "ours", "figures"]
@@ -219,23 +221,24 @@ def test_few_files_come_back(session: Session) -> None:
         "figures.json",
         "figures.txt",
         "gpu_kept.json",
+        "triton_pins.json",
     ):
         (session.state / name).write_text("{}")
     for name in ("gpu_fast.rows", "gpu_fast.rows.exact.npz"):
         (session.state / name).write_text("")
     session.part(1)
     assert {path.name for path in session.out.iterdir()} == {
-        "gpu_exact.json", "gpu_exact_slice.json", "gpu_fast.json", "gpu_int_kernel.json", "gpu_kept.json", "figures.json", "figures.txt",
-        "session.log",
+        "gpu_exact.json", "gpu_exact_slice.json", "gpu_fast.json", "gpu_int_kernel.json", "gpu_kept.json", "figures.json",
+        "triton_pins.json", "session.log",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        ([], {}, "exact on the slice, fast on the slice"),
-        (["3", "out"], {}, "exact on the slice, fast on the slice"),
-        (["1", "out", "--dry"], {}, "exact on the slice, fast on the slice"),
+        ([], {}, "exact on the slice, fast on the slice, a worker's"),
+        (["3", "out"], {}, "exact on the slice, fast on the slice, a worker's"),
+        (["1", "out", "--dry"], {}, "exact on the slice, fast on the slice, a worker's"),
         (["1", "out"], {"GPU_SESSION_SECONDS": "9m"}, "whole numbers, not '9m'"),
         (["1", "out"], {"GPU_SESSION_FIDELITY": "/none.json"}, "there is no file /none.json"),
         (["1", "out"], {"GPU_SESSION_LAYERS": "-1"}, "whole numbers, not '-1'"),
