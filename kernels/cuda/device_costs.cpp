@@ -61,10 +61,10 @@ double DeviceCosts::nominal_us(uint32_t layer, const CostedMiss* misses, uint32_
   return sum * layer_scale_[layer];
 }
 
-double DeviceCosts::device_us(uint32_t computed, uint32_t copied) const {
+double DeviceCosts::device_us(uint32_t computed, uint32_t copied, double ahead) const {
   double us = computed > 0 ? kernel_a_us_ + kernel_b_us_ * computed : 0;
   if (copied > 0) us += overrides_.ct_tzc_us >= 0 ? overrides_.ct_tzc_us * copied : link_.a() + link_.b() * copied;
-  return us;
+  return us + link_us() * ahead;
 }
 
 double DeviceCosts::lane_us(uint32_t layer, const CostedMiss* misses, uint32_t count) const {
@@ -72,14 +72,14 @@ double DeviceCosts::lane_us(uint32_t layer, const CostedMiss* misses, uint32_t c
   return job_us() + (overrides_.ct_b_us >= 0 ? overrides_.ct_b_us * count : slope() * nominal_us(layer, misses, count));
 }
 
-uint32_t DeviceCosts::choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most) {
+uint32_t DeviceCosts::choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most, double ahead) {
   const uint32_t total = static_cast<uint32_t>(misses.size());
   if (!lane_known_ && lane_measured()) return 0;
-  double best = device_us(hits + total, total) * (using_lane_ ? kStay : kStart);
+  double best = device_us(hits + total, total, ahead) * (using_lane_ ? kStay : kStart);
   uint32_t chosen = 0;
   for (uint32_t count = 1; count <= std::min(total, most); ++count) {
     const uint32_t left = total - count;
-    const double slowest = std::max(device_us(hits + left, left), lane_us(layer, misses.data(), count));
+    const double slowest = std::max(device_us(hits + left, left, ahead), lane_us(layer, misses.data(), count));
     if (slowest < best) {
       best = slowest;
       chosen = count;

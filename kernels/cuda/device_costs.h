@@ -37,12 +37,13 @@ class DeviceCosts {
   LaneRates lane() const;
   void set_link(double record_us);
 
-  double device_us(uint32_t computed, uint32_t copied) const;
+  // ahead: records' worth of bytes that the link still has to move before `copied` whole ones.
+  double device_us(uint32_t computed, uint32_t copied, double ahead = 0) const;
   // The first `count` misses as one job.
   double lane_us(uint32_t layer, const CostedMiss* misses, uint32_t count) const;
   // How many of the misses, coldest first, go to the lane so that both sides end together. hits: experts that are computed on the device
   // anyway; most: what a job may hold. A lane that is not in use must win by more than one that is, so that noise does not switch it.
-  uint32_t choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most);
+  uint32_t choose(uint32_t layer, uint32_t hits, const std::vector<CostedMiss>& misses, uint32_t most, double ahead = 0);
 
   void saw_job(uint32_t layer, const CostedMiss* misses, uint32_t count, double us);
   void saw_copies(uint32_t records, double us) { link_.add(records, us); }

@@ -25,7 +25,7 @@ void DevicePager::require(bool holds, const char* problem) {
 DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
     : spec_(spec),
       driver_(spec.driver != nullptr ? *spec.driver : cuda_driver()),
-      hints_(spec.hint_records == 0 ? nullptr : std::make_unique<HintParts>(spec)),
+      hints_(spec.hint_records == 0 ? nullptr : std::make_unique<HintParts>(spec, kRing)),
       heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight}),
       slots_(spec.num_slots - std::min(spec.num_transit, spec.num_slots), spec.num_layers * spec.experts_per_layer),
       dirty_(spec.num_layers, true),
@@ -47,6 +47,8 @@ DevicePager::~DevicePager() {
   stop_.store(true, std::memory_order_release);
   armed_.nudge();
   thread_.join();
+  // Who closes the pager may free the slots.
+  if (hints_ != nullptr) chunks_land();
 }
 
 uint64_t DevicePager::enter(uint32_t layer, uint32_t rows, bool with_x) {
@@ -98,7 +100,7 @@ void DevicePager::run() {
   int64_t spin_ns = 0;
   // A stop answers what the device was told to ask: it must not wait for ever.
   while (!stop_.load(std::memory_order_acquire) || armed_.value() > served) {
-    if (!armed_.wait(served + 1, abi_now_ns() + kIdleNs, spin_ns)) {
+    if (!wait_for_armed(served + 1, spin_ns)) {
       spin_ns = 0;  // nothing is being decoded: a poll before every idle look would take a share of a CPU for ever
       if (fast_ != nullptr) look_at_lane();
       continue;
@@ -116,6 +118,15 @@ void DevicePager::run() {
   }
 }
 
+bool DevicePager::wait_for_armed(uint64_t number, int64_t spin_ns) {
+  if (hints_ != nullptr) {
+    Spinner spinner(spin_ns);
+    while (armed_.value() < number && spinner.spin()) pump(number - 1);
+    spin_ns = 0;
+  }
+  return armed_.wait(number, abi_now_ns() + kIdleNs, spin_ns);
+}
+
 bool DevicePager::wait_for_request(uint64_t number) {
   const uint32_t wanted = static_cast<uint32_t>(number);
   uint64_t deadline_ns = 0;
@@ -125,6 +136,7 @@ bool DevicePager::wait_for_request(uint64_t number) {
       if (deadline_ns == 0) deadline_ns = abi_now_ns() + kStopNs;
       if (abi_now_ns() > deadline_ns) return false;
     }
+    pump(number - 1);
     for (int i = 0; i < 8; ++i) cpu_relax();
   }
   return true;
@@ -138,19 +150,20 @@ void DevicePager::answer(uint64_t number, const Step& step) {
   reply(number);
 }
 
-void DevicePager::start_step(uint32_t layer, uint64_t pass) {
+void DevicePager::start_step(const Step& step, uint64_t pass) {
   slots_.settle(pass - 1, kNoPass);
-  end_transit(layer);
-  heat_.advance(layer);
+  end_transit(step.layer);
+  heat_.advance(step.layer);
   misses_.clear();
   transit_used_ = copies_ = 0;
+  if (hints_ != nullptr) meet_hint(step, pass);
   ++counters_[kSteps];
 }
 
 void DevicePager::choose(const Step& step, uint64_t pass) {
   const uint32_t layer = step.layer, first = layer * spec_.experts_per_layer;
   const int64_t* picks = spec_.picks + static_cast<size_t>(layer) * spec_.max_rows * spec_.top_k;
-  start_step(layer, pass);
+  start_step(step, pass);
   for (uint32_t i = 0; i < step.rows * spec_.top_k; ++i) {
     const int64_t expert = picks[i];
     if (expert < 0 || expert >= static_cast<int64_t>(spec_.experts_per_layer)) continue;  // a masked pick
@@ -270,6 +283,7 @@ void DevicePager::put(uint32_t record, uint32_t slot) {
   const std::lock_guard<std::mutex> lock(mutex_);
   require(slot < usable_, "slot: there is no memory for it now");
   const int32_t place = static_cast<int32_t>(slot - spec_.num_transit);
+  end_hints();
   slots_.settle(enqueued_, kNoPass);
   require(slots_.record_in(static_cast<uint32_t>(place)) == SlotTable::kNone && slots_.resident(record) == SlotTable::kNone,
           "the slot or the record is taken");
@@ -281,6 +295,7 @@ void DevicePager::put(uint32_t record, uint32_t slot) {
 void DevicePager::vacate(uint32_t first_slot, uint32_t count) {
   require(first_slot + count <= spec_.num_slots, "slots: out of range");
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_hints();
   slots_.settle(enqueued_, kNoPass);
   for (uint32_t slot = std::max(first_slot, spec_.num_transit); slot < first_slot + count; ++slot) {
     const int32_t record = slots_.record_in(slot - spec_.num_transit);
@@ -297,6 +312,7 @@ void DevicePager::vacate(uint32_t first_slot, uint32_t count) {
 void DevicePager::limit(uint32_t usable_slots) {
   require(usable_slots >= spec_.num_transit && usable_slots <= spec_.num_slots, "usable slots: out of range, or fewer than transit slots");
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_hints();
   slots_.settle(enqueued_, kNoPass);
   for (uint32_t slot = usable_slots; slot < usable_; ++slot) {
     require(slots_.record_in(slot - spec_.num_transit) == SlotTable::kNone, "a slot that shall not be used holds a record");
@@ -309,6 +325,7 @@ void DevicePager::limit(uint32_t usable_slots) {
 
 void DevicePager::flush(void* stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  end_hints();
   for (uint32_t layer = 0; layer < spec_.num_layers; ++layer) {
     end_transit(layer);
     if (fast_ != nullptr) unmask(layer);

@@ -14,6 +14,8 @@
 // Admission: a missing record takes a free slot, or the coldest record's if it is hotter; else one of the transit slots, for this step
 // alone; else it is read in place. If a copy cannot be enqueued the record is read in place too, so that every request is answered.
 //
+// Hints (device_hints.h) bring records of the next layer ahead of its request, while the copy engine has nothing else to do.
+//
 // `fast` (expert_pager.h, device_pager_fast.cpp) is the same with three differences. The kernels read `records`, one address an expert, so
 // a step sends that row and the tables wait for the next flush. A pick of the CPU lane has the address 0 for its step alone. And there is a
 // second word, for the lane's rows: the pager raises it when cpu_expert has answered, or when it has computed the picks itself.
@@ -130,9 +132,31 @@ class DevicePager {
   bool wait_for_request(uint64_t number);
   void answer(uint64_t number, const Step& step);
   void choose(const Step& step, uint64_t pass);
-  void start_step(uint32_t layer, uint64_t pass);
+  void start_step(const Step& step, uint64_t pass);
   uint64_t enter(uint32_t layer, uint32_t rows, bool with_x);
   void refuse(const char* what);
+  // Hints
+  bool wait_for_armed(uint64_t number, int64_t spin_ns);
+  // Does one small thing for the hint that was given in step `number`; true while there is more to do. Never waits.
+  bool pump(uint64_t number);
+  // The step's reply has reached its word: every copy of it is done.
+  bool landed(uint64_t number) const;
+  uint32_t chunks_under_way() const;
+  void look_at_hint(uint64_t number);
+  // False when nothing is left to send, or nothing can be.
+  bool send_chunk(uint64_t number);
+  bool begin_ahead(uint32_t record, uint64_t number);
+  bool send_part(const HintParts::Ahead& a, uint64_t bytes);
+  // Makes resident what the word says is there; its slots are not rewritten before pass `pass` is over.
+  void land_ahead(uint64_t pass);
+  void settle_ahead(const HintParts::Ahead& a, uint64_t pass);
+  void give_up(const HintParts::Ahead& a, uint64_t pass);
+  void meet_hint(const Step& step, uint64_t pass);
+  void finish_ahead(const HintParts::Ahead& a, uint64_t pass);
+  // False when the deadline passed first.
+  bool chunks_land() const;
+  // Waits for what is under way and gives up the rest. Throws kTimeout.
+  void end_hints();
   // `fast`
   void answer_fast(uint64_t number, const Step& step);
   void group(const Step& step, uint64_t pass);
@@ -152,7 +176,6 @@ class DevicePager {
   void set_record(uint32_t layer, uint32_t expert, uint64_t address);
   void unmask(uint32_t layer);
   void send_records(uint32_t layer);
-  bool landed(uint64_t number) const;
   Lane bring(uint32_t layer, const Miss& miss, uint64_t pass);
   bool copy(uint32_t record, uint32_t slot);
   void reply(uint64_t number);

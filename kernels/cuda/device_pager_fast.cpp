@@ -151,7 +151,8 @@ void DevicePager::answer_fast(uint64_t number, const Step& step) {
     if (!job) raise_lane_reply(number, 0);
     fetch(step, number);
     if (f.dirty[step.layer]) send_records(step.layer);
-    copies = copies_;
+    // A landing that queued behind bytes of a hint says nothing about the link.
+    copies = hints_ != nullptr && hints_->in_the_way > 0 ? 0 : copies_;
     replied_ns = abi_now_ns();
     reply(number);
     f.stats.plan_us += us_between(seen_ns, abi_now_ns());
@@ -165,7 +166,7 @@ void DevicePager::group(const Step& step, uint64_t pass) {
   const uint32_t layer = step.layer, first = layer * spec_.experts_per_layer, total = step.rows * spec_.top_k;
   const int64_t* picks = spec_.picks + static_cast<size_t>(layer) * spec_.max_rows * spec_.top_k;
   const auto valid = [&](int64_t expert) { return expert >= 0 && expert < static_cast<int64_t>(spec_.experts_per_layer); };
-  start_step(layer, pass);
+  start_step(step, pass);
   unmask(layer);
   if (f.placement == PAGER_RANDOM) evict_at_random(pass);
   f.entries.clear();
@@ -213,9 +214,10 @@ double DevicePager::choose_by_cost(const Step& step, uint64_t pass, bool lane) {
   for (const uint32_t i : f.order) f.misses.push_back({f.entries[i].picks.count});
   const auto total = static_cast<uint32_t>(f.order.size());
   const auto hits = static_cast<uint32_t>(f.entries.size()) - total;
+  const double ahead = hints_ != nullptr ? hints_->in_the_way : 0;
   uint32_t chosen = 0;
   if (lane_up() && f.placement == PAGER_BY_COST) {
-    chosen = f.costs.choose(step.layer, hits, f.misses, total);
+    chosen = f.costs.choose(step.layer, hits, f.misses, total, ahead);
     // A record that is worth a slot comes now, or the cache would never learn from a lane that is quicker than the link.
     if (chosen == total && total > 0) {
       const FastParts::Entry& hottest = f.entries[f.order.back()];
@@ -229,7 +231,7 @@ double DevicePager::choose_by_cost(const Step& step, uint64_t pass, bool lane) {
     f.job.push_back(f.entries[f.order[i]].picks);
   }
   const uint32_t left = total - chosen;
-  return std::max(f.costs.device_us(hits + left, left), f.costs.lane_us(step.layer, f.misses.data(), chosen));
+  return std::max(f.costs.device_us(hits + left, left, ahead), f.costs.lane_us(step.layer, f.misses.data(), chosen));
 }
 
 void DevicePager::note_choice(uint32_t chosen) {
@@ -316,13 +318,14 @@ void DevicePager::follow(uint64_t number, uint32_t layer, uint32_t copies, bool 
   while (waiting || timing) {
     const uint64_t now_ns = abi_now_ns();
     if (timing) {
-      if (static_cast<int32_t>(__atomic_load_n(&spec_.words[kReply], __ATOMIC_ACQUIRE) - static_cast<uint32_t>(number)) >= 0) {
+      if (landed(number)) {
         landed_ns = now_ns;
         timing = false;
       } else if (now_ns > replied_ns + kLongestLandingNs || stop_.load(std::memory_order_acquire)) {
         timing = false;
       }
     }
+    const bool pumping = pump(number);
     if (!waiting) {
       if (timing) std::this_thread::yield();
       continue;
@@ -341,7 +344,7 @@ void DevicePager::follow(uint64_t number, uint32_t layer, uint32_t copies, bool 
       answered_ns = now_ns;
       served = answer == DeviceLane::Answer::kServed;
       waiting = false;
-    } else if (!spinner.spin()) {
+    } else if (!pumping && !spinner.spin()) {
       timing = false;  // a landing that is slept through is not timed
       f.lane->wait_for_bell();
     }

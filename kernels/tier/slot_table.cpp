@@ -1,5 +1,6 @@
 #include "tier/slot_table.h"
 
+#include <algorithm>
 #include <limits>
 
 namespace glm53 {
@@ -40,6 +41,20 @@ int32_t SlotTable::begin_landing(int32_t slot, uint32_t id, uint64_t pass) {
   landing_.push_back(slot);
   return evicted;
 }
+
+void SlotTable::land(int32_t slot, uint64_t pass) {
+  forget_landing(slot);
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  s.landing = false;
+  s.last_pass = pass;
+}
+
+void SlotTable::abandon(int32_t slot, uint64_t pass) {
+  land(slot, pass);
+  evict(slot, pass);
+}
+
+void SlotTable::forget_landing(int32_t slot) { landing_.erase(std::find(landing_.begin(), landing_.end(), slot)); }
 
 void SlotTable::settle(uint64_t passes_done, uint64_t failed) {
   size_t kept = 0;

@@ -35,6 +35,10 @@ class SlotTable {
   // Pass `pass` copies record `id` into the slot. Until then, and until settle(), the record is not resident. Returns the evicted record or
   // kNone.
   int32_t begin_landing(int32_t slot, uint32_t id, uint64_t pass);
+  // The two ends of a landing that no pass carries (begun with a pass that is never over): its last byte is there, or queued ahead of pass
+  // `pass`, which may read it; or it is given up and the slot is empty.
+  void land(int32_t slot, uint64_t pass);
+  void abandon(int32_t slot, uint64_t pass);
   // Passes up to passes_done are over: what they copied is resident, except what `failed` (a pass that broke, or 0) was to copy.
   void settle(uint64_t passes_done, uint64_t failed);
   // Empties a resident slot (tests and shrinking). False while a pass still reads it.
@@ -50,6 +54,8 @@ class SlotTable {
     bool landing = false;
     uint64_t last_pass = 0;  // youngest pass that reads or writes it
   };
+  void forget_landing(int32_t slot);
+
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;  // record -> slot, also while landing
   std::vector<int32_t> landing_;  // slots

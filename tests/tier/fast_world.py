@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from kernels.python.fast_pager import FastCosts, FastLayout, FastOptions, FastPager, Forced
-from kernels.python.pager import WORDS_BYTES, PagerLayout, PagerPolicy
+from kernels.python.pager import HINT_WIDTH, WORDS_BYTES, PagerLayout, PagerPolicy
 from tests.tier import harness
 from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Batch, Oracle, Stage, bits_equal, random_batch
 from tests.tier.simulated_gpu import COMPUTE, COPY, FastKernels, SimulatedGpu
@@ -46,6 +47,9 @@ def fp16_batch(rng: np.random.Generator, rows: int, layer: int) -> Batch:
 class FastWorld:
     """Close it before the stage."""
 
+    # Where it is set each step gives a hint: [rows, top_k] picks of the next layer -> int64 [rows, width].
+    guess: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] | None = None
+
     def __init__(
         self,
         made: Stage,
@@ -69,11 +73,14 @@ class FastWorld:
         self.mirror, self.picks, self.words = self.table.copy(), np.zeros((LAYERS, ROWS * TOP_K), np.int64), np.zeros(WORDS_BYTES, np.uint8)
         self.records, self.records_mirror = np.zeros((LAYERS, EXPERTS), np.uint64), np.zeros((LAYERS, EXPERTS), np.uint64)
         self.y, self.own_rows = (np.full((ROWS * TOP_K, HIDDEN), np.nan, np.float32) for _ in range(2))
+        self.hint_ids = np.zeros((LAYERS, ROWS * HINT_WIDTH), np.int64)
+        self._kept: list[npt.NDArray[np.int64]] = []  # ids that the device has not read yet
         self.arrivals, self.rows_at = np.zeros(1, np.uint32), np.zeros(1, np.uint64)
         host = arena.record(0, 0).ctypes.data
         layout = PagerLayout(
             LAYERS, EXPERTS, num_slots, num_transit, ROWS, TOP_K, stride, host, host,
             *(a.ctypes.data for a in (self.slots, self.table, self.mirror, self.picks, self.words, self.words)), COPY,
+            self.hint_ids.ctypes.data,
         )  # fmt: skip
         addresses = (
             self.records, self.records_mirror, self.picks, self.y, self.arrivals, self.own_rows, self.own_rows, self.rows_at, self.rows_at
@@ -100,8 +107,11 @@ class FastWorld:
     def decode(self, rows: int | None = None) -> None:
         """One decode pass: every layer is enqueued, the host waits once, every output has the oracle's bits."""
         rows = int(self.rng.integers(1, ROWS + 1)) if rows is None else rows
-        steps = [self._enqueue(fp16_batch(self.rng, rows, layer)) for layer in range(LAYERS)]
+        steps = [self._draw(fp16_batch(self.rng, rows, layer)) for layer in range(LAYERS)]
+        for step, following in zip(steps, [*steps[1:], None], strict=True):
+            self._enqueue(step, following)
         self.gpu.synchronize()
+        self._kept.clear()
         assert self.gpu.problems == []
         for step in steps:
             want = self.oracle(step.batch)
@@ -110,15 +120,19 @@ class FastWorld:
             assert bits_equal(step.out, want), f"layer {step.batch.layer}, {rows} rows"
             self.checked += 1
 
-    def _enqueue(self, batch: Batch) -> LayerStep:
+    def _draw(self, batch: Batch) -> LayerStep:
         shared = self.rng.standard_normal(batch.x.shape).astype(np.float32) if self.rng.integers(2) else None
-        out = np.full_like(batch.x, np.nan)
-        step = LayerStep(batch, batch.x.astype(np.float16), batch.weights.astype(np.float16), shared, out)
-        rows = len(batch.x)
+        return LayerStep(batch, batch.x.astype(np.float16), batch.weights.astype(np.float16), shared, np.full_like(batch.x, np.nan))
+
+    def _enqueue(self, step: LayerStep, following: LayerStep | None) -> None:
+        batch, rows = step.batch, len(step.batch.x)
         self.pager.publish(batch.layer, rows, batch.sel.ctypes.data, step.x.ctypes.data, COMPUTE)
-        address = 0 if shared is None else shared.ctypes.data
-        self.pager.finish(batch.layer, rows, step.weights.ctypes.data, out.ctypes.data, shared=address, stream=COMPUTE)
-        return step
+        if self.guess is not None and following is not None:
+            ids = self.guess(following.batch.sel)
+            self._kept.append(ids)
+            self.pager.hint(following.batch.layer, rows, ids.ctypes.data, ids.shape[1], COMPUTE)
+        address = 0 if step.shared is None else step.shared.ctypes.data
+        self.pager.finish(batch.layer, rows, step.weights.ctypes.data, step.out.ctypes.data, shared=address, stream=COMPUTE)
 
     def close(self) -> None:
         """Ends the pager before the memory that it works on."""

@@ -34,9 +34,13 @@ class SimulatedGpu:
         self._lock = threading.Condition()
         self._streams: dict[int, deque[tuple[str, Callable[[], Any]]]] = {COMPUTE: deque(), COPY: deque()}
         self._stop = False
+        self._held: set[int] = set()
         self.refuse_copies = False
+        # What the driver was asked for, "copy" or "word" and an address on the device: True has it refused.
+        self.refuse: Callable[[str, int], bool] = lambda _kind, _address: False
         self.problems: list[str] = []
         self.copied = 0  # records
+        self.asked: list[tuple[str, int, int]] = []  # copies to the device and words: (kind, address, bytes or value), in order
         self.driver = PagerDriver(
             PagerDriver.CONTEXT_GET(lambda _out: 0),
             PagerDriver.CONTEXT_SET(lambda _context: 0),
@@ -44,20 +48,27 @@ class SimulatedGpu:
                 lambda to, source, size, stream: self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, size))
             ),
             PagerDriver.COPY_TO_DEVICE(self._copy_to_device),
-            PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "run", lambda: word(at).__setitem__(0, value))),
+            PagerDriver.WORD(self._write_word),
             PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "wait", lambda: int(word(at)[0]) >= value)),
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _copy_to_device(self, to: int, source: int, size: int, stream: int) -> int:
-        if self.refuse_copies and size == self._record_bytes:
+        if (self.refuse_copies and size == self._record_bytes) or self.refuse("copy", to):
             return 700
+        self.asked.append(("copy", to, size))
         self.copied += size == self._record_bytes
         # In two halves: a reader in between would see a torn record.
         half = size // 2
         self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, half))
         return self.enqueue(stream, "run", lambda: ctypes.memmove(to + half, source + half, size - half))
+
+    def _write_word(self, stream: int, at: int, value: int, _flags: int) -> int:
+        if self.refuse("word", at):
+            return 700
+        self.asked.append(("word", at, value))
+        return self.enqueue(stream, "run", lambda: word(at).__setitem__(0, value))
 
     def enqueue(self, stream: int, kind: str, action: Callable[[], Any]) -> int:
         with self._lock:
@@ -68,7 +79,7 @@ class SimulatedGpu:
     def _run(self) -> None:
         while True:
             with self._lock:
-                ready = [s for s, queue in self._streams.items() if queue]
+                ready = [s for s, queue in self._streams.items() if queue and s not in self._held]
                 if self._stop and not ready:
                     return
                 if not ready:
@@ -83,6 +94,17 @@ class SimulatedGpu:
             with self._lock:
                 self._streams[stream].popleft()
                 self._lock.notify_all()
+
+    def hold(self, stream: int) -> None:
+        """Nothing more of the stream runs, as if it were busy, until `release`."""
+        with self._lock:
+            self._held.add(stream)
+
+    def release(self, stream: int) -> None:
+        """Lets a stream that was held go on."""
+        with self._lock:
+            self._held.discard(stream)
+            self._lock.notify_all()
 
     def synchronize(self) -> None:
         deadline = time.monotonic() + DEADLINE_S

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kernels.python.errors import KernelError
-from kernels.python.pager import WORDS_BYTES, Pager, PagerLayout, PagerPolicy
+from kernels.python.pager import HINT_WIDTH, WORDS_BYTES, Pager, PagerLayout, PagerPolicy
 from tests.tier.simulated_gpu import COMPUTE, COPY, SimulatedGpu
 
 LAYERS, EXPERTS, TOP_K, ROWS, STRIDE = 3, 12, 4, 8, 256
-OFFSETS = np.array([[0, 64, 128]] * LAYERS, np.int64)
+OFFSETS = np.array([[0, 64, 128, 192]] * LAYERS, np.int64)
 
 
 class World:
@@ -28,6 +28,7 @@ class World:
         self.mirror = np.zeros_like(self.table)
         self.picks = np.zeros((LAYERS, ROWS * TOP_K), np.int64)
         self.words = np.zeros(WORDS_BYTES, np.uint8)
+        self.hint_ids = np.zeros((LAYERS, ROWS * HINT_WIDTH), np.int64)
         layout = PagerLayout(
             LAYERS,
             EXPERTS,
@@ -45,6 +46,7 @@ class World:
             self.words.ctypes.data,
             self.words.ctypes.data,
             COPY,
+            self.hint_ids.ctypes.data,
         )
         self.pager = Pager(layout, OFFSETS, policy, self.gpu.driver)
         self.kept: list[np.ndarray] = []

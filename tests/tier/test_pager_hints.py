@@ -1,0 +1,607 @@
+"""Hints to the device pager against the simulated GPU: records come ahead of their step, and no kernel reads a byte that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kernels.python.errors import KernelError
+from kernels.python.pager import HINT_WIDTH, HintCounters, PagerPolicy
+from tests.tier.harness import wait_until
+from tests.tier.simulated_gpu import COMPUTE, COPY
+from tests.tier.test_pager import EXPERTS, LAYERS, ROWS, STRIDE, TOP_K, World
+
+CHUNK = 96  # of a record of 256 bytes: three copies, the last one shorter
+HINT_WORD, LANDED_WORD = 4 * 56, 4 * 60
+NOTHING = [-1] * TOP_K  # picks of a step that wants no record
+POLICY = PagerPolicy(hint_records=4, hint_chunk=CHUNK)
+
+Ids = npt.NDArray[np.int64]
+Guess = Callable[[Ids], Ids]  # [rows, top_k] picks of the next layer -> [rows, width] ids
+
+
+# In this small world every record is picked every few steps: by the usual measure none is cold enough for a hint to displace it.
+GENEROUS = dataclasses.replace(POLICY, admit_margin=0.02)
+
+
+class HintedWorld(World):
+    """A world whose steps give hints."""
+
+    closing = False
+
+    def step(self, layer: int, picks: list[list[int]], hint: list[list[int]] | None = None) -> None:
+        """Enqueues a layer step, a hint for the next layer in its middle, and its kernel."""
+        selected = np.array(picks, np.int64)
+        self.kept.append(selected)
+        self.pager.ask(layer, len(selected), selected.ctypes.data, COMPUTE)
+        if hint is not None:
+            ids = np.array(hint, np.int64)
+            self.kept.append(ids)
+            self.pager.hint(layer + 1, len(ids), ids.ctypes.data, ids.shape[1], COMPUTE)
+        self.pager.wait(COMPUTE)
+        experts = sorted(set(selected.ravel().tolist()) - {-1})
+        self.gpu.enqueue(COMPUTE, "run", lambda: self.kernel(layer, experts))
+
+    def gate(self, opens: Callable[[], bool]) -> None:
+        """What is enqueued behind it runs once `opens` says so; the pager's thread waits for its request meanwhile."""
+        self.gpu.enqueue(COMPUTE, "wait", lambda: self.closing or opens())
+
+    def pause(self, seconds: float, chunks: int) -> None:
+        """The compute stream has something else to do for so long, or until so many chunks have landed meanwhile."""
+        begun: list[tuple[float, int]] = []
+
+        def over() -> bool:
+            begun.append((time.monotonic(), self.chunks_landed()))
+            return begun[-1][0] - begun[0][0] >= seconds or begun[-1][1] - begun[0][1] >= chunks
+
+        self.gate(over)
+
+    def until_landed(self, chunks: int) -> None:
+        """The device is busy with something else until so many chunks have landed since the world was made."""
+        self.gate(lambda: self.chunks_landed() >= chunks)
+
+    def run(self, layer: int, picks: list[list[int]], hint: list[list[int]] | None = None) -> None:
+        """The same, and waits until the device is through."""
+        self.step(layer, picks, hint)
+        self.gpu.synchronize()
+
+    def decode_with(self, draw: random.Random, rows: int, guess: Guess) -> None:
+        """One decode step of all layers, with pauses between layers in which copies may or may not get through."""
+        picks = [[draw.sample(range(EXPERTS), TOP_K) for _ in range(rows)] for _ in range(LAYERS)]
+        for layer in range(LAYERS):
+            following = picks[layer + 1] if layer + 1 < LAYERS else None
+            self.step(layer, picks[layer], None if following is None else guess(np.array(following, np.int64)).tolist())
+            self.pause(draw.choice((0, 0, 0.001, 0.05)), chunks=draw.randint(1, 9))
+        self.gpu.synchronize()
+        self.kept.clear()
+
+    def hints(self) -> HintCounters:
+        return self.pager.hint_counters()
+
+    def chunks_landed(self) -> int:
+        return int(self.words[LANDED_WORD : LANDED_WORD + 4].view(np.uint32)[0])
+
+    def chunks_sent(self) -> int:
+        """Copies of hints that were put on the copy stream."""
+        return sum(kind == "word" and at == self.words.ctypes.data + LANDED_WORD for kind, at, _ in self.gpu.asked)
+
+    def check_slots(self) -> None:
+        """Every record that the pager calls resident lies in its slot, whole."""
+        for record, slot in enumerate(self.pager.where().tolist()):
+            assert slot < 0 or (self.slots[slot] == self.host[record]).all(), f"record {record} in slot {slot}"
+
+    def check_counters(self) -> None:
+        """Every copy that was begun was accounted for; call it when no hint is open."""
+        hints, counters = self.hints(), self.pager.counters()
+        assert hints.started == hints.used + hints.late + hints.dropped
+        assert hints.started <= hints.hinted
+        assert hints.bytes_copied <= STRIDE * hints.started
+        assert counters.missed == counters.admitted + counters.transit + counters.in_place
+        whole = STRIDE * (counters.admitted + counters.transit)
+        assert whole <= counters.bytes_copied <= whole + STRIDE * hints.late
+
+
+@pytest.fixture
+def open_world() -> Iterator[Callable[..., HintedWorld]]:
+    """Makes worlds; those are closed whatever the test did."""
+    worlds: list[HintedWorld] = []
+
+    def make(num_slots: int, num_transit: int = 0, policy: PagerPolicy = POLICY, seed: int = 0) -> HintedWorld:
+        worlds.append(HintedWorld(seed, num_slots, num_transit, policy))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.closing = True
+        world.gpu.release(COPY)
+        world.close()
+
+
+def guessing(draw: random.Random, recall: float) -> Guess:
+    """Ids of which that share is picked; among the rest are ids that are no expert, and ids that were named before."""
+
+    def guess(picks: Ids) -> Ids:
+        width = draw.randint(1, HINT_WIDTH)
+        ids = np.empty((len(picks), width), np.int64)
+        others = sorted(set(range(EXPERTS)) - set(picks.ravel().tolist())) or [-1]
+        for row in range(len(picks)):
+            for rank in range(width):
+                wrong = draw.choice([draw.choice(others), draw.choice(others), -1, EXPERTS, 1 << 40, -(1 << 62)])
+                ids[row, rank] = draw.choice(picks[row].tolist()) if draw.random() < recall else wrong
+        return ids
+
+    return guess
+
+
+@pytest.mark.parametrize("recall", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("num_slots", "num_transit"), [(0, 0), (1, 0), (3, 3), (6, 2), (20, 4), (LAYERS * EXPERTS, 0)])
+def test_kernels_read_the_right_bytes_whatever_hints_say(
+    open_world: Callable[..., HintedWorld], num_slots: int, num_transit: int, recall: float
+) -> None:
+    """Right guesses, wrong ones and nonsense, few slots and many, 1 to 8 rows, slots taken away in between: no byte is ever wrong."""
+    draw = random.Random(num_slots + 100 * int(2 * recall))
+    world = open_world(num_slots, num_transit, GENEROUS, seed=num_slots)
+    for step in range(40):
+        world.decode_with(draw, draw.choice((1, 1, 2, ROWS)), guessing(draw, recall))
+        if step % 8 == 3:
+            first = draw.randint(0, num_slots)
+            world.pager.vacate(first, draw.randint(0, num_slots - first))
+            world.read_everything()
+            world.check_slots()
+        if step % 8 == 7:
+            usable = draw.randint(num_transit, num_slots)
+            world.pager.vacate(usable, num_slots - usable)
+            world.pager.limit(usable)
+            world.slots[usable:] = 0xEE
+        if step % 8 == 1:
+            world.pager.limit(num_slots)
+    assert world.gpu.problems == []
+    world.check_slots()
+    world.check_counters()
+    hints = world.hints()
+    if num_slots == 20:
+        assert (hints.used > 0, hints.dropped > 0) == (recall > 0, recall < 1)
+    elif num_slots == num_transit:
+        assert hints.started == 0
+
+
+@pytest.mark.parametrize("guess_right", [True, False])
+def test_a_random_mixture_is_right_with_other_chunks(open_world: Callable[..., HintedWorld], guess_right: bool) -> None:
+    """One chunk for a record, and a byte or two of it at a time, over a link of a third of the rate."""
+    for chunk, derate in ((STRIDE, 1), (4 * STRIDE, 2), (31, 3)):
+        draw = random.Random(chunk)
+        world = open_world(12, 2, dataclasses.replace(GENEROUS, hint_chunk=chunk, link_derate=derate), seed=chunk)
+        for _ in range(25):
+            world.decode_with(draw, draw.randint(1, ROWS), guessing(draw, float(guess_right)))
+        assert world.gpu.problems == []
+        assert world.hints().started > 0
+        world.check_slots()
+        world.check_counters()
+
+
+def test_what_a_hint_brought_in_time_is_a_hit(open_world: Callable[..., HintedWorld]) -> None:
+    """Guessed right and whole before the request: the step copies nothing, and finds its records in slots."""
+    world = open_world(12)
+    world.step(0, [NOTHING], [[5, 6, 7, 8]])
+    world.until_landed(4 * 3)
+    world.run(1, [[5, 6, 7, 8]])
+    counters = world.pager.counters()
+    assert world.gpu.problems == []
+    assert world.hints() == HintCounters(4, 4, 4, 0, 0, 4 * STRIDE)
+    assert (counters.hits, counters.missed, counters.bytes_copied) == (4, 0, 0)
+    assert world.reads_on_host == 0
+    world.check_counters()
+
+
+def hold_with_chunks_under_way(world: HintedWorld, hint: list[int], layer: int, picks: list[int]) -> threading.Event:
+    """Layer 0's records 1 to 4 are in slots, and the copy stream stands with the first two chunks of a hint for layer 1 on it.
+
+    When the event is set the device goes on, with a step of `layer`.
+    """
+    world.run(0, [[1, 2, 3, 4]])
+    world.gpu.hold(COPY)
+    world.step(0, [[1, 2, 3, 4]], [hint])
+    goes_on = threading.Event()
+    world.gate(goes_on.is_set)
+    world.step(layer, [picks])
+    assert wait_until(lambda: world.chunks_sent() == 2)
+    return goes_on
+
+
+def test_a_request_never_waits_for_more_than_two_chunks(open_world: Callable[..., HintedWorld]) -> None:
+    """With the copy engine busy two chunks are sent and no more; a request that comes then has its copies right behind them.
+
+    The record that is half way is finished first, the other misses follow, then the table and the reply.
+    """
+    world = open_world(16)
+    goes_on = hold_with_chunks_under_way(world, [5, 6, 7, 8], 1, [5, 7, 9, 10])
+    time.sleep(0.05)
+    assert world.chunks_sent() == 2
+    sent = len(world.gpu.asked)
+    goes_on.set()
+    reply = world.words.ctypes.data + 4 * 32
+    assert wait_until(lambda: any(kind == "word" and at == reply for kind, at, _ in world.gpu.asked[sent:]))
+    first, *others, table, word = world.gpu.asked[sent:]
+    assert (first[0], first[2]) == ("copy", STRIDE - 2 * CHUNK)
+    assert (first[1] - world.slots.ctypes.data) % STRIDE == 2 * CHUNK
+    assert [(kind, size) for kind, _, size in others] == [("copy", STRIDE)] * 3
+    assert (table[0], word[0]) == ("copy", "word")
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    assert world.gpu.problems == []
+    assert world.hints() == HintCounters(4, 1, 0, 1, 0, 2 * CHUNK)
+    assert world.pager.counters().missed == 4 + 3
+    world.check_slots()
+    world.check_counters()
+
+
+def test_at_no_time_more_than_two_chunks_are_under_way(open_world: Callable[..., HintedWorld]) -> None:
+    """Whatever the order of the streams: each chunk is sent when all but one of those before it have landed."""
+    world = open_world(20, 2, dataclasses.replace(GENEROUS, hint_records=8, hint_chunk=32))
+    most, landed_word = 0, world.words.ctypes.data + LANDED_WORD
+
+    def look(kind: str, at: int) -> bool:
+        nonlocal most
+        if kind == "word" and at == landed_word:
+            most = max(most, world.chunks_sent() + 1 - world.chunks_landed())
+        return False
+
+    world.gpu.refuse = look
+    draw = random.Random(8)
+    deadline = time.monotonic() + 60
+    while world.chunks_sent() < 100:
+        assert time.monotonic() < deadline
+        world.decode_with(draw, 2, guessing(draw, 0.5))
+    assert most == 2
+    assert world.gpu.problems == []
+
+
+def test_an_incomplete_record_that_is_not_picked_gives_its_slot_back(open_world: Callable[..., HintedWorld]) -> None:
+    """The step's own records may have the slot at once, behind the chunks that are still on their way to it."""
+    world = open_world(5)
+    hold_with_chunks_under_way(world, [5, 6, 7, 8], 1, [9, 9, 9, 9]).set()
+    assert wait_until(lambda: world.pager.counters().admitted == 5)
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    assert world.gpu.problems == []
+    assert world.hints() == HintCounters(4, 1, 0, 0, 1, 2 * CHUNK)
+    where = world.pager.where()
+    assert where[EXPERTS + 9] == 4
+    assert (where >= 0).sum() == 5
+    world.check_slots()
+
+
+def test_a_complete_record_that_is_not_picked_is_the_first_to_go(open_world: Callable[..., HintedWorld]) -> None:
+    """It stays as long as nobody wants its slot; a step's record gets it before that of any record that was ever picked."""
+    world = open_world(5)
+    world.run(0, [[1, 2, 3, 4]])
+    world.step(0, [[1, 2, 3, 4]], [[5]])
+    world.until_landed(3)
+    world.run(1, [NOTHING])
+    assert world.hints() == HintCounters(1, 1, 0, 0, 1, STRIDE)
+    assert world.pager.where()[EXPERTS + 5] == 4
+    world.run(1, [[9, 9, 9, 9]])
+    where = world.pager.where()
+    assert (where[EXPERTS + 5], where[EXPERTS + 9]) == (-1, 4)
+    assert world.gpu.problems == []
+
+
+def test_complete_records_whose_last_bytes_are_under_way_stay(open_world: Callable[..., HintedWorld]) -> None:
+    """Not picked, all chunks sent and none landed: resident once they have, and until then nobody's victim."""
+    world = open_world(5, policy=dataclasses.replace(POLICY, hint_chunk=STRIDE // 2))
+    hold_with_chunks_under_way(world, [5], 1, NOTHING).set()
+    assert wait_until(lambda: world.hints().dropped == 1)
+    assert world.pager.where()[EXPERTS + 5] == -1
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    world.run(0, [[1, 2, 3, 4]])
+    assert world.pager.where()[EXPERTS + 5] == 4
+    world.run(1, [[5, 5, 5, 5]])
+    assert world.reads_on_host == 0
+    assert world.hints() == HintCounters(1, 1, 0, 0, 1, STRIDE)
+    assert world.gpu.problems == []
+
+
+def test_last_bytes_that_are_under_way_hold_the_reply_back(open_world: Callable[..., HintedWorld]) -> None:
+    """Picked, all chunks sent and none landed: nothing is copied for it, yet its step goes on behind them."""
+    world = open_world(5, policy=dataclasses.replace(POLICY, hint_chunk=STRIDE // 2))
+    hold_with_chunks_under_way(world, [5], 1, [5, 5, 5, 5]).set()
+    assert wait_until(lambda: world.hints().late == 1)
+    time.sleep(0.02)
+    assert world.reads == 2 * 4 * len(world.table[0])
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    assert world.gpu.problems == []
+    assert world.hints() == HintCounters(1, 1, 0, 1, 0, STRIDE)
+    assert world.pager.counters().missed == 4
+
+
+def test_a_hint_displaces_only_what_any_pick_would(open_world: Callable[..., HintedWorld]) -> None:
+    """Records that are picked again and again keep their slots; one that was picked once, some steps ago, gives its slot up."""
+    hot = open_world(4)
+    for _ in range(6):
+        hot.run(0, [[1, 2, 3, 4]])
+    hot.step(0, [[1, 2, 3, 3]], [[5, 6]])
+    hot.gate(lambda: hot.hints().hinted == 2)
+    hot.run(1, [NOTHING])
+    assert hot.hints() == HintCounters(2, 0, 0, 0, 0, 0)
+    cold = open_world(4)
+    cold.run(0, [[1, 2, 3, 4]])
+    for _ in range(3):
+        cold.run(0, [[1, 2, 3, 3]])
+    cold.step(0, [[1, 2, 3, 3]], [[5, 6]])
+    cold.until_landed(3)
+    cold.run(1, [[5, 5, 5, 5]])
+    assert cold.hints() == HintCounters(2, 1, 1, 0, 0, STRIDE)
+    assert (cold.pager.where()[4], cold.pager.where()[EXPERTS + 5]) == (-1, 3)
+    assert cold.gpu.problems == []
+
+
+def test_a_displaced_record_is_read_on_the_host(open_world: Callable[..., HintedWorld]) -> None:
+    """At its layer's turn the table says so, although nothing else of the layer changed since it was sent."""
+    world = open_world(1)
+    world.run(0, [[4, 4, 4, 4]])
+    for _ in range(3):
+        world.run(0, [NOTHING])
+    world.step(0, [NOTHING], [[5]])
+    world.until_landed(3)
+    world.run(1, [[5, 5, 5, 5]])
+    assert (world.pager.where()[4], world.pager.where()[EXPERTS + 5]) == (-1, 0)
+    assert world.reads_on_host == 0
+    world.gpu.refuse = lambda kind, at: kind == "copy" and at == world.slots.ctypes.data
+    world.run(0, [[4, 4, 4, 4]])
+    assert world.gpu.problems == []
+    assert world.reads_on_host == len(world.table[0])
+
+
+def test_named_records_that_are_in_slots_are_kept_there(open_world: Callable[..., HintedWorld]) -> None:
+    """A hint does not drive out a record that it names itself, however cold."""
+    world = open_world(2)
+    world.run(1, [[5, 6, 5, 6]])
+    for _ in range(3):
+        world.run(1, [NOTHING])
+    world.step(0, [NOTHING], [[7, 8, 6, 5]])
+    world.gate(lambda: world.hints().hinted == 2)
+    world.run(1, [[5, 6, 6, 5]])
+    assert world.hints() == HintCounters(2, 0, 0, 0, 0, 0)
+    assert world.pager.counters().hits == 4
+    assert world.gpu.problems == []
+
+
+def test_ids_count_once_and_by_rank(open_world: Callable[..., HintedWorld]) -> None:
+    """Twice named is once brought; what is no expert is skipped; the first of every row come before the second of any."""
+    world = open_world(12)
+    world.step(0, [[1, 2, 3, 4]] * 3, [[5, 5, 9], [EXPERTS, 5, 10], [6, -1, 11]])
+    world.until_landed(4 * 3)
+    world.run(1, [NOTHING])
+    assert world.hints() == HintCounters(5, 4, 0, 0, 4, 4 * STRIDE)
+    where = world.pager.where()
+    assert sorted(np.flatnonzero(where[EXPERTS : 2 * EXPERTS] >= 0).tolist()) == [5, 6, 9, 10]
+    world.step(0, [[1, 2, 3, 4]], [[5, 6, 9, 8]])
+    world.gate(lambda: world.hints().hinted == 6)
+    world.run(1, [[5, 6, 9, 10]])
+    assert world.gpu.problems == []
+
+
+def test_what_a_step_would_not_admit_is_not_brought(open_world: Callable[..., HintedWorld]) -> None:
+    """With admission on the third touch a record that was touched once is left where it is."""
+    world = open_world(8, policy=dataclasses.replace(POLICY, admit_after=3))
+    world.run(1, [[5, 6, 5, 6]])
+    world.run(1, [[5, -1, -1, -1]])
+    world.step(0, [NOTHING], [[7, 6, 5]])
+    world.until_landed(3)
+    world.run(1, [[5, 6, -1, -1]])
+    assert world.hints() == HintCounters(3, 1, 1, 0, 0, STRIDE)
+
+
+def test_a_derated_link_copies_every_chunk_several_times(open_world: Callable[..., HintedWorld]) -> None:
+    """As every other copy; the counters tell what a whole link would have moved."""
+    world = open_world(8, policy=dataclasses.replace(POLICY, link_derate=3))
+    world.step(0, [NOTHING], [[5, 6]])
+    world.until_landed(2 * 3)
+    world.run(1, [[5, 6, -1, -1]])
+    slots = range(world.slots.ctypes.data, world.slots.ctypes.data + world.slots.nbytes)
+    assert sum(kind == "copy" and at in slots for kind, at, _ in world.gpu.asked) == 3 * 6
+    assert world.hints() == HintCounters(2, 2, 2, 0, 0, 2 * STRIDE)
+
+
+def test_a_hint_whose_step_never_comes_ends_with_the_next_one(open_world: Callable[..., HintedWorld]) -> None:
+    """A pass that is begun anew: what is incomplete gives its slot back, what is complete stays."""
+    world = open_world(8)
+    hold_with_chunks_under_way(world, [5, 6, 7, 8], 0, [1, 2, 3, 4]).set()
+    assert wait_until(lambda: world.pager.counters().steps == 3)
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    assert world.hints() == HintCounters(4, 1, 0, 0, 1, 2 * CHUNK)
+    world.step(0, [[1, 2, 3, 4]], [[5]])
+    world.until_landed(2 + 3)
+    world.run(0, [[1, 2, 3, 4]])
+    assert world.hints() == HintCounters(5, 2, 0, 0, 2, 2 * CHUNK + STRIDE)
+    before = world.pager.counters()
+    world.run(1, [[5, 6, 7, 8]])
+    assert world.pager.counters().hits == before.hits + 1
+    assert world.gpu.problems == []
+    world.check_slots()
+
+
+@pytest.mark.parametrize("call", ["vacate", "limit", "flush", "put"])
+def test_calls_for_an_idle_device_wait_for_chunks_and_end_the_hint(open_world: Callable[..., HintedWorld], call: str) -> None:
+    """After them no byte arrives any more: slots may lose their memory or get other bytes."""
+    world = open_world(10)
+    goes_on = hold_with_chunks_under_way(world, [5, 6, 7, 8], 0, [1, 2, 3, 4])
+    calls: dict[str, Callable[[], None]] = {
+        "vacate": lambda: world.pager.vacate(4, 6),
+        "limit": lambda: world.pager.limit(4),
+        "flush": lambda: world.pager.flush(COMPUTE),
+        "put": lambda: world.pager.put(2 * EXPERTS + 3, 4),
+    }
+    called = threading.Thread(target=calls[call])
+    called.start()
+    called.join(0.1)
+    assert called.is_alive()
+    world.gpu.release(COPY)
+    called.join(30)
+    assert not called.is_alive()
+    world.slots[4:] = 0xEE
+    if call == "put":
+        world.slots[4] = world.host[2 * EXPERTS + 3]
+    time.sleep(0.02)
+    assert (world.slots[5:] == 0xEE).all()
+    assert world.hints() == HintCounters(4, 1, 0, 0, 1, 2 * CHUNK)
+    goes_on.set()
+    world.gpu.synchronize()
+    world.read_everything()
+    assert world.gpu.problems == []
+    world.check_slots()
+    world.step(0, [[1, 2, 3, 4]], [[5, 6]])
+    world.run(1, [[5, 6, 7, 8]])
+    assert world.gpu.problems == []
+    world.check_slots()
+
+
+def test_a_complete_record_survives_a_flush_and_is_in_the_tables(open_world: Callable[..., HintedWorld]) -> None:
+    """What landed before is resident, and kernels of every layer may read it from then on."""
+    world = open_world(8)
+    world.step(0, [NOTHING], [[5]])
+    world.until_landed(3)
+    opened = threading.Event()
+    world.gate(opened.is_set)
+    world.step(0, [NOTHING])
+    assert wait_until(lambda: world.chunks_landed() == 3)
+    world.pager.flush(COMPUTE)
+    assert world.pager.where()[EXPERTS + 5] == 0
+    opened.set()
+    world.read_everything()
+    assert world.reads_on_host == world.reads - len(world.table[0])
+    assert world.hints() == HintCounters(1, 1, 0, 0, 1, STRIDE)
+    world.pager.vacate(0, 8)
+    world.slots[:] = 0xEE
+    world.read_everything()
+    assert world.gpu.problems == []
+
+
+@pytest.mark.parametrize("kind", ["copy", "word"])
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_refused_chunk_leaves_no_half_record(open_world: Callable[..., HintedWorld], kind: str, after: int) -> None:
+    """The driver fails at any point of a hint: every step is answered and reads right bytes, and the counters report the failure."""
+    world = open_world(12, 2)
+    world.run(0, [[1, 2, 3, 4]])
+    seen = 0
+    slots = range(world.slots.ctypes.data, world.slots.ctypes.data + world.slots.nbytes)
+
+    def refuse(what: str, at: int) -> bool:
+        nonlocal seen
+        ours = what == kind and (at in slots if kind == "copy" else at == world.words.ctypes.data + LANDED_WORD)
+        seen += ours
+        return ours and seen > after
+
+    world.gpu.refuse = refuse
+    world.step(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
+    world.gate(lambda: seen > after)
+    for _ in range(3):
+        world.run(1, [[5, 6, 7, 8]])
+        world.run(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
+    world.run(1, [NOTHING])
+    assert world.gpu.problems == []
+    world.check_slots()
+    hints = world.hints()
+    assert hints.started == hints.used + hints.late + hints.dropped > 0
+    with pytest.raises(KernelError, match="a copy to the GPU failed"):
+        world.pager.counters()
+
+
+def test_a_record_that_cannot_be_finished_is_fetched_like_any_other(open_world: Callable[..., HintedWorld]) -> None:
+    """Its slot is free again; the pick is read in place."""
+    world = open_world(12)
+    goes_on = hold_with_chunks_under_way(world, [5, 6, 7, 8], 1, [5, 5, 5, 5])
+    slots = range(world.slots.ctypes.data, world.slots.ctypes.data + world.slots.nbytes)
+    world.gpu.refuse = lambda kind, at: kind == "copy" and at in slots
+    goes_on.set()
+    assert wait_until(lambda: world.hints().dropped == 1)
+    world.gpu.release(COPY)
+    world.gpu.synchronize()
+    assert world.gpu.problems == []
+    assert world.pager.where()[EXPERTS + 5] == -1
+    assert world.reads_on_host == len(world.table[0])
+
+
+def test_closing_waits_for_chunks_under_way(open_world: Callable[..., HintedWorld]) -> None:
+    """Who closes the pager frees the slots: nothing is written to them afterwards."""
+    world = open_world(8)
+    hold_with_chunks_under_way(world, [5, 6, 7, 8], 0, NOTHING).set()
+    assert wait_until(lambda: world.hints().dropped == 1)
+    closing = threading.Thread(target=world.pager.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    world.gpu.release(COPY)
+    closing.join(30)
+    assert not closing.is_alive()
+    assert world.chunks_landed() == 2
+
+
+def test_a_hint_that_nothing_follows_is_worked_on_for_a_moment(open_world: Callable[..., HintedWorld]) -> None:
+    """The host has not enqueued the next layer yet: chunks are sent all the same; when they do not get on the pager's thread sleeps."""
+    world = open_world(8)
+    world.run(0, [[1, 2, 3, 4]])
+    world.gpu.hold(COPY)
+
+    def chunks_are_sent() -> bool:
+        world.step(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
+        return wait_until(lambda: world.chunks_sent() > 0, 0.1)
+
+    assert wait_until(chunks_are_sent)
+    tasks = [task for task in pathlib.Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "pager"]
+    assert len(tasks) == 1
+    time.sleep(0.2)
+    before = int((tasks[0] / "schedstat").read_text().split()[0])
+    time.sleep(0.5)
+    assert int((tasks[0] / "schedstat").read_text().split()[0]) - before < 10_000_000
+
+
+def test_wrong_calls_are_refused_by_name(open_world: Callable[..., HintedWorld]) -> None:
+    """Out of turn, out of range, twice, or where there are no hints; none of them leaves a trace."""
+    world = open_world(4)
+    ids = np.zeros((ROWS, HINT_WIDTH + 1), np.int64).ctypes.data
+    with pytest.raises(ValueError, match="no step was asked for"):
+        world.pager.wait(COMPUTE)
+    with pytest.raises(ValueError, match="between the two halves"):
+        world.pager.hint(1, 1, ids, 1, COMPUTE)
+    picks = np.zeros((1, TOP_K), np.int64)
+    world.pager.ask(0, 1, picks.ctypes.data, COMPUTE)
+    for layer, rows, width, problem in (
+        (0, 1, 1, "between the two halves"),
+        (2, 1, 1, "between the two halves"),
+        (LAYERS, 1, 1, "layer: out of range"),
+        (1, 0, 1, "rows: out of range"),
+        (1, ROWS + 1, 1, "rows: out of range"),
+        (1, 1, 0, "width: out of range"),
+        (1, 1, HINT_WIDTH + 1, "width: out of range"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            world.pager.hint(layer, rows, ids, width, COMPUTE)
+    world.pager.hint(1, ROWS, ids, HINT_WIDTH, COMPUTE)
+    with pytest.raises(ValueError, match="the step has one"):
+        world.pager.hint(1, 1, ids, 1, COMPUTE)
+    world.pager.wait(COMPUTE)
+    with pytest.raises(ValueError, match="between the two halves"):
+        world.pager.hint(1, 1, ids, 1, COMPUTE)
+    world.gpu.synchronize()
+    for policy, problem in ((PagerPolicy(hint_records=1, hint_chunk=0), "hint_chunk is 0"),):
+        with pytest.raises(ValueError, match=problem):
+            open_world(4, policy=policy)
+    none = open_world(4, policy=PagerPolicy())
+    none.pager.ask(0, 1, picks.ctypes.data, COMPUTE)
+    with pytest.raises(ValueError, match="without hint_records"):
+        none.pager.hint(1, 1, ids, 1, COMPUTE)
+    none.pager.wait(COMPUTE)
+    none.gpu.synchronize()
+    assert none.hints() == HintCounters(0, 0, 0, 0, 0, 0)
