@@ -32,5 +32,5 @@ def test_hints_change_no_bit_and_are_used() -> None:
     assert [row for row in rows if row["passes"] != STEPS + row["streams"] or row["equal"] != row["passes"] or row["bad"]] == []
     assert [row for row in rows if row["hint_records_started"] == 0] == []
     assert [row for row in rows if not 0 < row["hint_records_used"] <= row["hint_records_started"]] == []
-    assert [row for row in rows if row["guesses"] < 1 or row["as_stock"] != row["guesses"] or row["as_float64"] < 0.9] == []
+    assert [row for row in rows if row["guesses"] < 1 or row["as_stock"] != row["guesses"] or row["as_float64"] < 0.8] == []
     assert [row for row in rows if row["recall"] <= result["chance"]] == []
