@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <stdlib.h>
 
 #include <memory>
 #include <new>
@@ -11,6 +12,7 @@
 #include "cpu/error.h"
 #include "cpu/shape.h"
 #include "cuda/int_expert_kernels.cuh"
+#include "cuda/int_expert_one_row.cuh"
 #include "cuda/publish_step.cuh"
 #include "moe_cuda.h"
 
@@ -52,13 +54,26 @@ class DeviceGuard {
 using InnerKernel = void (*)(StepArgs, uint32_t, uint32_t);
 using OuterKernel = void (*)(StepArgs);
 
-template <int Rows>
+template <int Rows, bool Lean>
 InnerKernel inner_kernel(uint32_t k) {
-  return k == 2 ? inner_bands<2, Rows> : k == 3 ? inner_bands<3, Rows> : inner_bands<4, Rows>;
+  return k == 2 ? inner_bands<2, Rows, Lean> : k == 3 ? inner_bands<3, Rows, Lean> : inner_bands<4, Rows, Lean>;
+}
+template <int Rows, bool Lean>
+OuterKernel outer_kernel(uint32_t k) {
+  return k == 2 ? outer_bands<2, Rows, Lean> : k == 3 ? outer_bands<3, Rows, Lean> : outer_bands<4, Rows, Lean>;
 }
 template <int Rows>
-OuterKernel outer_kernel(uint32_t k) {
-  return k == 2 ? outer_bands<2, Rows> : k == 3 ? outer_bands<3, Rows> : outer_bands<4, Rows>;
+const void* inner_function(uint32_t k, bool lean) {
+  return reinterpret_cast<const void*>(lean ? inner_kernel<Rows, true>(k) : inner_kernel<Rows, false>(k));
+}
+template <int Rows>
+const void* outer_function(uint32_t k, bool lean) {
+  return reinterpret_cast<const void*>(lean ? outer_kernel<Rows, true>(k) : outer_kernel<Rows, false>(k));
+}
+
+template <bool Wide, bool Spread>
+OuterKernel one_row_kernel(uint32_t k) {
+  return k == 2 ? one_row_step<2, Wide, Spread> : k == 3 ? one_row_step<3, Wide, Spread> : one_row_step<4, Wide, Spread>;
 }
 
 /* A kernel that loops over items. */
@@ -146,6 +161,19 @@ int check_selection(const void* records, const void* selected, uint32_t num_expe
   return check_choice("selected_type", selected_type, MOE_CUDA_INDEX_I64);
 }
 
+/* For tuning: 0 is the kernel as it was, see bench/int_kernel_tune.py for the others. */
+constexpr uint32_t kVariants = 6;
+
+int read_variant(uint32_t& variant) {
+  const char* text = getenv("INT_EXPERT_VARIANT");
+  if (text == nullptr || *text == 0) return 0;
+  char* end = nullptr;
+  const unsigned long number = strtoul(text, &end, 10);
+  if (*end != 0 || number >= kVariants) return fail("INT_EXPERT_VARIANT = %s is not in 0..%u", text, kVariants - 1u);
+  variant = static_cast<uint32_t>(number);
+  return 0;
+}
+
 uint32_t blocks_for_warps(uint32_t warps) { return (warps + kWarps - 1) / kWarps; }
 
 }  // namespace
@@ -155,10 +183,12 @@ struct MoeCudaExperts {
   cudaDeviceProp properties;
   int device = 0;
   uint32_t max_picks = 0, projections = 0;
+  uint32_t variant = 0; /* INT_EXPERT_VARIANT: which kernels run, for tuning */
   uint8_t* memory = nullptr;
   Workspace work;
   /* [0]: runs of up to 4 rows, [1]: of up to 8. */
   Looping gate[2], up[2], down[2];
+  Looping one_row; /* no function: not for this shape or device */
   std::string description;
 
   int open(const MoeExpertShape& expert_shape, uint32_t picks, int32_t on_device);
@@ -167,9 +197,11 @@ struct MoeCudaExperts {
 
  private:
   int prepare_kernels();
+  int prepare_one_row();
   int allocate();
   int check_step(const MoeCudaStep& step) const;
-  int launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream) const;
+  int launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream,
+             uint32_t threads = kThreads) const;
   int launch_looping(const Looping& kernel, uint32_t items, bool overlap, void** arguments, cudaStream_t stream) const;
   int launch_inner(StepArgs& args, uint32_t wide, bool overlap, cudaStream_t stream) const;
 };
@@ -181,15 +213,32 @@ MoeCudaExperts::~MoeCudaExperts() {
 }
 
 int MoeCudaExperts::prepare_kernels() {
+  const bool lean = variant != 0;
   for (uint32_t wide = 0; wide < 2; ++wide) {
     const uint32_t rows = wide == 0 ? 4 : 8;
-    const auto inner = [&](uint32_t k) { return reinterpret_cast<const void*>(wide == 0 ? inner_kernel<4>(k) : inner_kernel<8>(k)); };
-    const void* outer = reinterpret_cast<const void*>(wide == 0 ? outer_kernel<4>(shape.k_down) : outer_kernel<8>(shape.k_down));
+    const auto inner = [&](uint32_t k) { return wide == 0 ? inner_function<4>(k, lean) : inner_function<8>(k, lean); };
+    const void* outer = wide == 0 ? outer_function<4>(shape.k_down, lean) : outer_function<8>(shape.k_down, lean);
     if (projections == 2 && prepare_looping(gate[wide], inner(shape.k_gate), shape.k_gate, rows, properties) != 0) return -1;
     if (prepare_looping(up[wide], inner(shape.k_up), shape.k_up, rows, properties) != 0) return -1;
     if (prepare_looping(down[wide], outer, shape.k_down, rows, properties) != 0) return -1;
   }
   return 0;
+}
+
+/* The kernel of steps of one token, where the shape and the device let it run. */
+int MoeCudaExperts::prepare_one_row() {
+  const bool roomy = properties.major >= 9 && properties.major < 12, wide = variant % 2 == 1, spread = variant >= 4;
+  const bool one_k = projections == 2 && shape.k_gate == shape.k_up && shape.k_up == shape.k_down;
+  if (variant < 2 || !roomy || !one_k || shape.hidden / kBlock % kGroups != 0 || shape.inter / kBlock % kGroups != 0) return 0;
+  const uint32_t bytes = one_row_bytes(shape.k_up, wide, spread, shape.hidden);
+  if (bytes + 1024u > properties.sharedMemPerBlockOptin) return 0;
+  const OuterKernel plain = wide ? one_row_kernel<true, false>(shape.k_up) : one_row_kernel<false, false>(shape.k_up);
+  const OuterKernel spreading = wide ? one_row_kernel<true, true>(shape.k_up) : one_row_kernel<false, true>(shape.k_up);
+  one_row.function = reinterpret_cast<const void*>(spread ? spreading : plain);
+  one_row.shared_bytes = bytes;
+  one_row.blocks_per_multiprocessor = 1;
+  const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  return check_cuda(cudaFuncSetAttribute(one_row.function, most, static_cast<int>(bytes)), "shared memory of a kernel");
 }
 
 int MoeCudaExperts::allocate() {
@@ -215,6 +264,7 @@ int MoeCudaExperts::open(const MoeExpertShape& expert_shape, uint32_t picks, int
   int devices = 0;
   if (check_cuda(cudaGetDeviceCount(&devices), "CUDA") != 0) return -1;
   if (on_device < 0 || on_device >= devices) return fail("device %d does not exist: there are %d", on_device, devices);
+  if (read_variant(variant) != 0) return -1;
   shape = expert_shape;
   max_picks = picks;
   projections = is_gateless(shape) ? 1 : 2;
@@ -228,7 +278,7 @@ int MoeCudaExperts::open(const MoeExpertShape& expert_shape, uint32_t picks, int
     return fail("device %s has compute capability %d.%d, the library has code for %s", properties.name, properties.major, properties.minor,
                 GLM53_CUDA_ARCHITECTURES);
   }
-  return prepare_kernels() == 0 ? allocate() : -1;
+  return prepare_kernels() == 0 && prepare_one_row() == 0 ? allocate() : -1;
 }
 
 int MoeCudaExperts::check_step(const MoeCudaStep& step) const {
@@ -244,13 +294,14 @@ int MoeCudaExperts::check_step(const MoeCudaStep& step) const {
   return check_choice("weights_dtype", step.weights_dtype, MOE_DTYPE_F16);
 }
 
-int MoeCudaExperts::launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream) const {
+int MoeCudaExperts::launch(const Looping& kernel, uint32_t blocks, bool overlap, void** arguments, cudaStream_t stream,
+                           uint32_t threads) const {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = kernel.shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
@@ -311,9 +362,16 @@ int MoeCudaExperts::run(const MoeCudaStep& step, cudaStream_t stream) const {
   const uint32_t wide = args.run_rows > 4 ? 1 : 0;
   const uint32_t warps = (args.selection.picks * projections + (step.out != nullptr ? step.rows : 0u)) * (shape.hidden / kBlock);
   void* arguments[] = {&args};
+  const bool after_kernel = overlap && (step.flags & MOE_CUDA_AFTER_KERNEL) != 0;
+  const uint32_t inner_items = args.selection.picks * (shape.inter / kBlock), outer_items = args.selection.picks * (shape.hidden / kBlock);
+  if (step.rows == 1 && one_row.function != nullptr && inner_items <= static_cast<uint32_t>(properties.multiProcessorCount)) {
+    const uint32_t most = static_cast<uint32_t>(properties.multiProcessorCount), halves = (outer_items + kHalves - 1u) / kHalves;
+    const uint32_t blocks = inner_items > halves ? inner_items : halves < most ? halves : most;
+    return launch(one_row, blocks, after_kernel, arguments, stream, kOneRowThreads);
+  }
   Looping prepare;
   prepare.function = reinterpret_cast<const void*>(prepare_rows);
-  if (launch(prepare, blocks_for_warps(warps) + 1, overlap && (step.flags & MOE_CUDA_AFTER_KERNEL) != 0, arguments, stream) != 0) return -1;
+  if (launch(prepare, blocks_for_warps(warps) + 1, after_kernel, arguments, stream) != 0) return -1;
   if (launch_inner(args, wide, overlap, stream) != 0) return -1;
   return launch_looping(down[wide], args.selection.picks * (shape.hidden / kBlock), overlap, arguments, stream);
 }
