@@ -39,6 +39,7 @@ STREAMS = 4
 INSTANCE = "slice"  # names the arena: this bench's takes the place of a slice's
 GROW_GIB = 125  # arena, files, and what the processes take
 SIDE = "full"
+SYSTEM_GIB = {"memory_gib_at_end": "MemTotal", "page_tables_gib_at_end": "PageTables"}
 FAST, EXACT, FAST_RESIDENT, EXACT_RESIDENT, PREFILL = "fast", "exact", "fast_resident", "exact_resident", "prefill"
 MODES = (
     Mode(FAST, "share", {}),
@@ -143,7 +144,9 @@ def measure(args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     try:
         rows.note(**engine.facts(), ready_s=round(time.monotonic() - began, 1), triton_tuners=getattr(args, "tuners", None))
         skipped = slice_cases.run(todo, {mode.name: mode for mode in MODES}, engine, rows, deadline)
-        rows.note(**engine.facts(), memory_gib_at_end=round(gpu_check.mem_info("MemTotal") / 2**30, 1))
+        # Tables of pages are the system's: no process counts them as its own.
+        sizes = {name: round(gpu_check.mem_info(line) / 2**30, 2) for name, line in SYSTEM_GIB.items()}
+        rows.note(**engine.facts(), **sizes)
     finally:
         if not args.dry_run:
             gpu_exact_slice.save_pins(args.out)

@@ -46,6 +46,7 @@ def test_a_dry_run_of_the_script_has_every_row_and_every_figure(tmp_path: Path) 
     assert [key for key, value in summary.items() if value is None] == []
     assert (summary["reason_for_null"], summary["errors"], summary["dry_run"]) == ({}, [], True)
     assert (document["facts"]["layers"], summary["slots"]) == (42, 1376)
+    assert document["facts"]["memory_gib_at_end"] > document["facts"]["page_tables_gib_at_end"] >= 0
     assert summary["ram_total_gib_measured"] == pytest.approx(42 * 288 * 9_474_048 / 2**30 + 4, abs=0.01)
     assert (summary["vram_peak_gib"], summary["fits_24_gb"], summary["vram_peak_gib_every_expert"]) == (21.48, True, 117.19)
     assert "fast_c1_tok_s" in done.stdout
