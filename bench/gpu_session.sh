@@ -208,7 +208,7 @@ case $PART in
 esac
 # The first two again where a row broke the device; then part 2's list, and what no session must have.
 fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 start 230 65 stock 300 160 stock_resident 120 75 exact 200 50 \
-  fidelity 200 45 hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 130 60 tests_hints 110 50 int_kernel 45 30 ours_rest "$LIMIT" 60 \
+  fidelity 200 45 hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 150 60 tests_hints 110 50 int_kernel 45 30 ours_rest "$LIMIT" 60 \
   fast_rest "$LIMIT" 60
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1

@@ -5,6 +5,7 @@ That no bit of the real kernels' results changes is compared on a GPU (tests/gpu
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kernels.python.pager import HINT_WIDTH
+from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.patches import decode_blocks, early_router
 from services.gpu_worker.patches.decode_blocks import DECODE, MAX_ROWS
 from services.gpu_worker.patches.early_router import EarlyRouters
@@ -269,3 +271,20 @@ def test_a_layer_of_another_kind_is_not_guessed(change: Any, guessed: list[int],
         routers, reasons = early_router.install(replaced, world.model, world.ext, world.layers)
     assert sorted(routers.after) == guessed
     assert reasons[-1] == reason
+
+
+def test_a_store_is_given_the_guesses_and_reasons_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, when the store is made: how many layers are guessed, and why the others are not."""
+    world = World(early=False)
+    given: list[Any] = []
+    stock_router(world)
+    monkeypatch.setitem(sys.modules, "exllamav3", types.ModuleType("exllamav3"))
+    monkeypatch.setitem(sys.modules, "exllamav3.ext", types.SimpleNamespace(exllamav3_ext=world.ext))
+    loaded: Any = types.SimpleNamespace(model=world.model, layers=world.layers)
+    store: Any = types.SimpleNamespace(hint_from=given.append)
+    with Replacements() as replaced, caplog.at_level("INFO"):
+        loader.guess_early(replaced, loaded, store)
+        assert world.blocks[1].forward.__self__.early is given[0].__self__  # type: ignore[attr-defined]
+    assert isinstance(given[0].__self__, EarlyRouters)
+    assert "early router = 1 of 3 layers guessed" in caplog.text
+    assert caplog.text.count("block 0.125: its router is of the kind ds3") == 1
