@@ -84,7 +84,7 @@ class FullSizeEngine:
         self._vocab, self._max_context = checkpoint.config.vocab_size, min(args.cache_tokens, loader.DEFAULT_CONTEXT)
         self._rig = GpuRig(self._loaded, routing_trace.TOP_K, self._vocab, INSTANCE, self._lane, deadline, slice_ours.SHM)
         self._outer, self._inside = contextlib.ExitStack(), contextlib.ExitStack()
-        self._watch = gpu_fast_parts.Watch(self._rig, self._outer)
+        self._watch = gpu_fast_parts.Watch(self._rig, self._outer, shares=False)
         self._backend: Exl3Backend | None = None
         self._setting = SETTINGS[FAST]
         self._compiled: set[bool] = set()  # of fast

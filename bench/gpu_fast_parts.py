@@ -179,10 +179,16 @@ def key_of(setting: Setting, streams: int) -> dict[str, Any]:
 
 
 class Watch:
-    """Memory of each row: VRAM by the driver ten times a second, host memory of worker and cpu_expert beside the records."""
+    """Memory of each row: VRAM by the driver ten times a second, host memory of worker and cpu_expert beside the records.
 
-    def __init__(self, rig: GpuRig, inside: contextlib.ExitStack) -> None:
-        self._rig = rig
+    Args:
+        rig: whose records they are.
+        inside: ends the readings.
+        shares: as `own_bytes` has it.
+    """
+
+    def __init__(self, rig: GpuRig, inside: contextlib.ExitStack, *, shares: bool = True) -> None:
+        self._rig, self._shares = rig, shares
         self._peak: PeakSampler | None = None
         try:
             self._peak = inside.enter_context(PeakSampler(Nvml().used))
@@ -194,7 +200,7 @@ class Watch:
         arena = self._rig.loaded.records.arena
         pids = [os.getpid(), *([self._rig.lane.pid] if setting.lane and setting.fast and self._rig.lane.pid else [])]
         paths = [Path(segments.arena_path(SHM, "slice")), Path(segments.ctl_path(SHM, "slice"))]
-        row: dict[str, Any] = {"ram_extra_gib": ram_extra_gib(arena.total_bytes, paths, pids)}
+        row: dict[str, Any] = {"ram_extra_gib": ram_extra_gib(arena.total_bytes, paths, pids, shares=self._shares)}
         return row | (vram_of(self._peak) if self._peak is not None else {})
 
 

@@ -105,18 +105,19 @@ def vram_of(sampler: PeakSampler) -> dict[str, int]:
     return {"vram_peak_mib": round(peak / 2**20), "vram_samples": samples}
 
 
-def own_bytes(pids: list[int] | None = None, proc: Path = Path("/proc")) -> int | None:
+def own_bytes(pids: list[int] | None = None, proc: Path = Path("/proc"), *, shares: bool = True) -> int | None:
     """Anonymous memory and files' pages of processes, shared ones by their share; shared memory is counted with its segments.
 
     Args:
         pids: None for this process alone.
+        shares: False for whole pages without a look at each: that takes seconds for 100 GiB of shared memory.
 
     Returns:
         None where the kernel does not tell; where it tells no shares, whole pages.
     """
     total = 0
     for pid in pids or [os.getpid()]:
-        own = _fields(proc / str(pid) / "smaps_rollup", ("Pss_Anon", "Pss_File"))
+        own = _fields(proc / str(pid) / "smaps_rollup", ("Pss_Anon", "Pss_File")) if shares else None
         if own is None:
             own = _fields(proc / str(pid) / "status", ("RssAnon", "RssFile"))
         if own is None:
@@ -135,9 +136,9 @@ def _fields(path: Path, names: tuple[str, ...]) -> int | None:
     return sum(found.values()) if len(found) == len(names) else None
 
 
-def ram_extra_gib(arena_bytes: int, segments: list[Path], pids: list[int] | None = None) -> float | None:
-    """What all of it takes beside the arena: the processes' own memory and the shared-memory segments, less the arena."""
-    own = own_bytes(pids)
+def ram_extra_gib(arena_bytes: int, segments: list[Path], pids: list[int] | None = None, *, shares: bool = True) -> float | None:
+    """What all of it takes beside the arena: the processes' own memory (`own_bytes`) and the shared-memory segments, less the arena."""
+    own = own_bytes(pids, shares=shares)
     shared = sum(path.stat().st_blocks * 512 for path in segments if path.exists())
     return round((own + shared - arena_bytes) / 2**30, 2) if own is not None else None
 

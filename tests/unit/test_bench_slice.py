@@ -339,6 +339,9 @@ def test_memory_beside_the_arena(tmp_path: Path) -> None:
     assert slice_machine.own_bytes([1, 3], tmp_path) is None
     (tmp_path / "3" / "status").write_text("Name:\tx\nVmRSS:\t 99 kB\nRssAnon:\t    1024 kB\nRssFile:\t  1024 kB\nRssShmem:\t 5 kB\n")
     assert slice_machine.own_bytes([3], tmp_path) == 2 << 20
+    (tmp_path / "3" / "smaps_rollup").write_text("Pss_Anon: 1024 kB\nPss_File: 512 kB\n")
+    assert slice_machine.own_bytes([3], tmp_path) == 3 << 19
+    assert slice_machine.own_bytes([3], tmp_path, shares=False) == 2 << 20  # no look at each page
     segment = tmp_path / "segment"
     segment.write_bytes(os.urandom(1 << 20))
     before = slice_machine.ram_extra_gib(0, [])
