@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import subprocess
 from typing import Any
@@ -51,13 +52,22 @@ def run(pool: ExpertPool, shape: ExpertShape, record: npt.NDArray[np.uint8], x: 
     return out.view(np.uint32)
 
 
+@functools.lru_cache(maxsize=256)
+def built_with_reference(case: Case) -> tuple[ExpertShape, npt.NDArray[np.uint8], npt.NDArray[Any], npt.NDArray[np.uint32]]:
+    """(shape, record, x, the reference's output as uint32 [rows, hidden]), read-only: every variant has the same examples."""
+    shape, record, x = build(case)
+    expected = reference.expert(shape, record, x).down.out.view(np.uint32)
+    for array in (record, x, expected):
+        array.flags.writeable = False
+    return shape, record, x, expected
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @EVERY_TIME
 @given(case=cases(), splits=st.sampled_from([1, 2, 4]), threads=st.integers(2, 4))
 def test_bits_equal_the_reference_for_every_shape_and_cut(variant: str, case: Case, splits: int, threads: int) -> None:
     """Any expert, any number of rows, threads and parts of a band: the bits are those of the numpy reference."""
-    shape, record, x = build(case)
-    expected = reference.expert(shape, record, x).down.out.view(np.uint32)
+    shape, record, x, expected = built_with_reference(case)
     with ExpertPool(variant, threads) as pool:
         force(pool, splits, 0.0)
         np.testing.assert_array_equal(run(pool, shape, record, x), expected)
@@ -79,20 +89,26 @@ def test_the_planar_layout_gives_the_same_bits(variant: str, case: Case) -> None
         np.testing.assert_array_equal(np.sort(before.view(np.uint16)), np.sort(after.view(np.uint16)))
 
 
+@functools.cache
+def constant_trellis(fill: int, codebook: Codebook, bits: int) -> tuple[ExpertShape, npt.NDArray[np.uint8], npt.NDArray[Any], Any]:
+    """As `built_with_reference`: trellises of one byte, inputs of one sign and full size."""
+    shape, record, x = build(Case("", seed=fill, bits=(bits, bits, bits), codebook=codebook, rows=3, x_kind="saturated"))
+    record[: shape.parts()["gate_suh"].offset] = fill
+    x = np.abs(x)
+    for name in ("gate_suh", "up_suh"):
+        shape.view(record, name)[...] = 1.0
+    return shape, record, x, reference.expert(shape, record, x).down.out.view(np.uint32)
+
+
 @pytest.mark.parametrize("variant", VECTOR_VARIANTS)
 @pytest.mark.parametrize("fill", [0x00, 0xFF, 0x55, 0x01])
 @pytest.mark.parametrize("codebook", list(Codebook))
 def test_constant_trellis_bits(variant: str, fill: int, codebook: Codebook) -> None:
     """All-zero, all-one and regular bit patterns with saturated inputs of one sign: the largest sums, still the reference's bits."""
     for bits in range(1, 9):
-        shape, record, x = build(Case("", seed=fill, bits=(bits, bits, bits), codebook=codebook, rows=3, x_kind="saturated"))
-        record[: shape.parts()["gate_suh"].offset] = fill
-        x = np.abs(x)
-        for name in ("gate_suh", "up_suh"):
-            shape.view(record, name)[...] = 1.0
-        expected = reference.expert(shape, record, x).down.out
+        shape, record, x, expected = constant_trellis(fill, codebook, bits)
         with ExpertPool(variant) as pool:
-            np.testing.assert_array_equal(run(pool, shape, record, x), expected.view(np.uint32))
+            np.testing.assert_array_equal(run(pool, shape, record, x), expected)
 
 
 def test_bands_for_two_tiles_in_a_vector() -> None:
