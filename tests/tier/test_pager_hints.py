@@ -362,6 +362,60 @@ def test_a_displaced_record_is_read_on_the_host(open_world: Callable[..., Hinted
     assert world.reads_on_host == len(world.table[0])
 
 
+def test_what_a_hint_brought_is_not_displaced_by_the_same_hint(open_world: Callable[..., HintedWorld]) -> None:
+    """Nobody has picked it yet, so it is as cold as can be; it keeps its slot until its step."""
+    world = open_world(2, policy=dataclasses.replace(POLICY, hint_chunk=STRIDE))
+    world.step(0, [NOTHING], [[5, 6, 7]])
+    world.until_landed(2)
+    world.pause(0.03, chunks=99)
+    world.run(1, [[5, 6, 5, 6]])
+    assert world.hints() == HintCounters(3, 2, 2, 0, 0, 2 * STRIDE)
+    assert world.gpu.problems == []
+
+
+def test_a_slot_that_the_running_step_reads_is_left_alone(open_world: Callable[..., HintedWorld]) -> None:
+    """Its kernels have not run yet when the hint is looked at, and every slot is theirs."""
+    world = open_world(4, policy=GENEROUS)
+    world.run(0, [[1, 2, 3, 4]])
+    goes_on = threading.Event()
+    picks, ids = np.array([[1, 2, 3, 4]], np.int64), np.array([[5, 6]], np.int64)
+    world.pager.ask(0, 1, picks.ctypes.data, COMPUTE)
+    world.pager.hint(1, 1, ids.ctypes.data, 2, COMPUTE)
+    world.pager.wait(COMPUTE)
+    world.gate(goes_on.is_set)
+    world.gpu.enqueue(COMPUTE, "run", lambda: world.kernel(0, [1, 2, 3, 4]))
+    world.step(1, [NOTHING])
+    assert wait_until(lambda: world.hints().hinted == 2)
+    time.sleep(0.02)
+    goes_on.set()
+    world.gpu.synchronize()
+    assert world.gpu.problems == []
+    assert world.hints() == HintCounters(2, 0, 0, 0, 0, 0)
+    assert world.reads_on_host == 0
+
+
+def test_a_hint_from_before_a_call_for_an_idle_device_is_void(open_world: Callable[..., HintedWorld]) -> None:
+    """Also one that nobody had looked at yet."""
+    world = open_world(8)
+    goes_on = threading.Event()
+    picks, ids = np.array([[1, 2, 3, 4]], np.int64), np.array([[5, 6]], np.int64)
+    world.pager.ask(0, 1, picks.ctypes.data, COMPUTE)
+    world.gate(goes_on.is_set)
+    world.pager.hint(1, 1, ids.ctypes.data, 2, COMPUTE)
+    world.pager.wait(COMPUTE)
+    assert wait_until(lambda: world.pager.counters().steps == 1)
+    world.pager.vacate(4, 4)
+    go_ahead = threading.Event()
+    world.gate(go_ahead.is_set)
+    world.step(1, [NOTHING])
+    goes_on.set()
+    time.sleep(0.05)
+    go_ahead.set()
+    world.gpu.synchronize()
+    assert world.hints() == HintCounters(0, 0, 0, 0, 0, 0)
+    assert world.chunks_sent() == 0
+
+
 def test_named_records_that_are_in_slots_are_kept_there(open_world: Callable[..., HintedWorld]) -> None:
     """A hint does not drive out a record that it names itself, however cold."""
     world = open_world(2)
@@ -549,16 +603,21 @@ def test_closing_waits_for_chunks_under_way(open_world: Callable[..., HintedWorl
 
 
 def test_a_hint_that_nothing_follows_is_worked_on_for_a_moment(open_world: Callable[..., HintedWorld]) -> None:
-    """The host has not enqueued the next layer yet: chunks are sent all the same; when they do not get on the pager's thread sleeps."""
+    """The host has not enqueued the next layer yet: copies begin all the same; when they do not get on the pager's thread sleeps."""
     world = open_world(8)
-    world.run(0, [[1, 2, 3, 4]])
+
+    def copies_begin() -> bool:
+        world.run(1, [NOTHING])
+        before = world.hints().started
+        world.run(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
+        time.sleep(0.02)
+        begun = world.hints().started > before
+        world.pager.vacate(4, 4)
+        return begun
+
+    assert wait_until(copies_begin)
     world.gpu.hold(COPY)
-
-    def chunks_are_sent() -> bool:
-        world.step(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
-        return wait_until(lambda: world.chunks_sent() > 0, 0.1)
-
-    assert wait_until(chunks_are_sent)
+    world.step(0, [[1, 2, 3, 4]], [[5, 6, 7, 8]])
     tasks = [task for task in pathlib.Path("/proc/self/task").iterdir() if (task / "comm").read_text().strip() == "pager"]
     assert len(tasks) == 1
     time.sleep(0.2)
