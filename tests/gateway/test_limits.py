@@ -294,8 +294,9 @@ async def test_a_frozen_redis_costs_its_deadline_and_no_more() -> None:
         assert not link.is_up
         assert fallback.fallbacks == 5
         server.thaw()
-        await link.probe()
-        assert link.is_up
+        async with asyncio.timeout(20):  # on a busy machine the first answers may come later than the link waits
+            while not link.is_up:
+                await link.probe()
     finally:
         await link.close()
         server.close()

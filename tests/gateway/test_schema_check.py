@@ -354,10 +354,10 @@ def test_expressions_of_pythons_are_bounded_together() -> None:
     """They are looked at one by one, and each may cost; JavaScript's cost nothing."""
     costly = "(?i)" + "[\u0000-\uffff]" * 190
     properties = {f"p{number}": {"pattern": costly} for number in range(1000)}
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match="may have 4000 characters in all"):
         check_schema({"properties": properties}, "schema")
-    assert time.monotonic() - began < 20
+    assert time.process_time() - began < 20
     check_schema({"properties": {"a": {"pattern": "(?P<x>a)"}, "b": {"pattern": "[a-z]" * 5000}}}, "schema")
 
 
@@ -368,11 +368,11 @@ def test_a_costly_pattern_beside_listed_values_stops_nobody(pattern: str, where:
     beside: dict[str, Any] = {"pattern": pattern} if where == "pattern" else {"patternProperties": {pattern: {}}}
     value = {"enum": ["a"], **(beside if where != "$ref" else {"$ref": "#/$defs/A"})}
     parameters = {"type": "object", "properties": {"x": value}, "required": ["x"], "$defs": {"A": {"pattern": pattern}}}
-    began = time.monotonic()
+    began = time.process_time()
     check_schema(parameters, "parameters")
     with pytest.raises(UnsupportedParameter, match="cannot be checked") as caught:
         ToolGrammar([DeclaredTool("f", parameters, "parameters")], IDS, CallStyle())
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     assert caught.value.param == "parameters.properties.x"
 
 
@@ -380,11 +380,11 @@ def test_a_costly_pattern_beside_listed_values_stops_nobody(pattern: str, where:
 def test_a_long_pattern_is_read_in_proportion_to_its_length(piece: str) -> None:
     """Whatever it is made of: one call into a library of expressions lets nobody else run."""
     pattern = piece * (200_000 // len(piece)) + "a"
-    began = time.monotonic()
+    began = time.process_time()
     check_schema({"pattern": pattern}, "schema")
     check_support({"pattern": pattern}, "schema", None, "leave it out")
     searching(pattern)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

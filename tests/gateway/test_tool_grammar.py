@@ -362,9 +362,9 @@ def test_a_long_list_that_many_arguments_refer_to_is_read_once() -> None:
     names = [f"name {number}" for number in range(5000)]
     listed = {"$defs": {"A": {"enum": names}, "B": {"enum": ["b"]}}}
     many = {f"p{number}": {"$ref": "#/$defs/A"} for number in range(2000)}
-    began = time.monotonic()
+    began = time.process_time()
     text = ToolGrammar([DeclaredTool("f", {"properties": many, **listed}, "parameters")], IDS, CallStyle()).calls(several=False)
-    assert time.monotonic() - began < 6
+    assert time.process_time() - began < 6
     assert len(text) < 500_000
     few = {"p": {"$ref": "#/$defs/A"}, "q": {"$ref": "#/$defs/B"}, "r": {"$ref": "#/$defs/A", "maxLength": 6}}
     found = grammar({"type": "object", "properties": few, **listed})

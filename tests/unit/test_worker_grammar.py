@@ -284,14 +284,14 @@ def test_no_reason_repeats_the_grammar(kind: Kind, text: str) -> None:
 )
 def test_what_takes_long_to_make_is_refused_at_once(kind: Kind, text: str) -> None:
     """Classes of characters without regard to case, by the hundred: nothing could interrupt the library at it."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match=r"ignores case and has 600 classes of characters, of 500 at most"):
         COMPILER.compile(GrammarSource(kind, text))
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     for text in ("/" + "i" * 300_000, "(?" + "a" * 300_000, "[" * 300_000 + "(?i)"):
         with pytest.raises(InvalidRequest):
             COMPILER.compile(GrammarSource("regex", text + ")"))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     COMPILER.compile(GrammarSource("regex", "(?i)[a-z]{3}"))
     COMPILER.compile(GrammarSource("regex", "[a-z]" * 600))
 
@@ -315,11 +315,11 @@ def chain(count: int, rule: str, last: str) -> str:
 )
 def test_rules_deep_in_each_other_are_refused(text: str) -> None:
     """The library goes down them by recursion: one such request ended the worker, and every stream with it."""
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidRequest, match="of 1000 at most") as caught:
         COMPILER.compile(GrammarSource("lark", text))
     assert caught.value.param == "grammar"
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
 
 
 def referring(count: int, step: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
@@ -387,14 +387,14 @@ def test_schemas_below_the_bound_do_no_harm(_many: int, few: int, step: Callable
 )
 def test_multiples_of_uneven_numbers_are_bounded(schema: dict[str, Any], good: bool) -> None:
     """The library follows every remainder: forty characters of schema took it minutes and gigabytes."""
-    began = time.monotonic()
+    began = time.process_time()
     for source in (GrammarSource("json_schema", json.dumps(schema)), GrammarSource("lark", f"start: %json {json.dumps(schema)}\n")):
         if good:
             COMPILER.compile(source)
         else:
             with pytest.raises(InvalidRequest, match="more than 20000 remainders"):
                 COMPILER.compile(source)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_as_many_rules_as_are_let_through_do_no_harm() -> None:
@@ -440,9 +440,9 @@ def test_too_many_repetitions_are_refused(kind: Kind, text: str) -> None:
 def test_a_grammar_may_have_gaps(gap: str) -> None:
     """GBNF with a hundred thousand blank lines is converted in no time; it used to keep the engine from its work for minutes."""
     text = 'root ::= "a" b' + gap * (100_000 // len(gap)) + '\nb ::= "c"' + gap * 1000
-    began = time.monotonic()
+    began = time.process_time()
     grammar = COMPILER.compile(GrammarSource("lark", text))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     constraint = Constraint(grammar, EOS)
     for token in encode("ac"):
         constraint.observe(token)
