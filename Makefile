@@ -7,6 +7,8 @@ PY := $(VENV)/bin/python
 PROTO := services/common/pb/glm53/worker/v1/worker.proto
 CXX_FILES = $(shell git ls-files 'kernels/*.h' 'kernels/*.c' 'kernels/*.cpp' 'kernels/*.cu' 'kernels/*.cuh')
 PYTEST_ARGS ?=
+# Side by side: a good part of the tests' time is waiting. More would need more processors than a small machine has. 0: one after the other.
+TEST_PROCESSES ?= 2
 ARGS ?=
 
 .PHONY: help serve test test-deploy test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev
@@ -17,11 +19,14 @@ help: ## Show this list
 serve: setup ## Set everything up, then serve on http://127.0.0.1:30000/v1 (ARGS="--port 30001 --mode exact ...")
 	@$(VENV)/bin/glm53 serve $(ARGS)
 
+# The tests' matrices are small: further threads of OpenMP and BLAS compute nothing sooner, and spin on processors that other tests need.
+test: export OMP_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
 test: setup-dev lint ## Set everything up, then lint, type-check and run every test that needs no GPU
-	$(PY) -m pytest -m "not containers" $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not containers" $(PYTEST_ARGS)
 
 test-deploy: setup-dev .state/debian-deploy ## Build the images and run the compose stack for real (root; podman, runc and mmdebstrap are installed)
-	$(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
+	nice -n 10 $(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
 	scripts/install.sh --gpu # the other tests' torch may have taken the place of the one that exllamav3 needs
@@ -34,7 +39,7 @@ bench-kernel: setup-dev ## Measure the expert kernel against exllamav3's CPU ker
 	$(PY) -m bench.cpu_kernel $(ARGS)
 
 sanitize: setup-dev ## Run the expert kernel's stress program under address, undefined-behaviour and thread sanitizers
-	tools/sanitize.sh
+	nice -n 19 tools/sanitize.sh
 
 lint: setup-dev ## Linters, type checks, import rules, C++ format
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
@@ -74,11 +79,11 @@ kernels: .state/serve ## Build the C++ kernels, and the GPU kernels where there 
 	@tools/pip_install.sh worker,build
 	@touch $@
 
-.state/debian-test: tools/debian_packages.sh
+.state/debian-test: .state/debian # apt takes one at a time
 	@tools/debian_packages.sh test
 	@mkdir -p .state && touch $@
 
-.state/debian-deploy: tools/debian_packages.sh
+.state/debian-deploy: .state/debian-test
 	@tools/debian_packages.sh deploy
 	@mkdir -p .state && touch $@
 

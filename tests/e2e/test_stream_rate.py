@@ -35,6 +35,7 @@ def test_half_speed_and_a_burst_at_the_end_fail() -> None:
     assert "burst" in rate_of(burst, 5, 1.0).problems[0]
 
 
+@pytest.mark.alone
 def test_the_real_stack_delivers_evenly_at_every_prompt_length(
     stack: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

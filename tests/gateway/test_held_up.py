@@ -105,6 +105,7 @@ def sent(stack: Stack, path: str, body: bytes, headers: str = "") -> Reply:
     return reply
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", LARGE)
 def test_a_large_request_does_not_hold_the_loop(stack: Stack, name: str) -> None:
     """Whatever is in it and however it ends, all streams go on: the loop is never busy with it for long, nor kept from running."""

@@ -139,6 +139,7 @@ def test_metrics_survive_a_lost_worker() -> None:
         stack.close()
 
 
+@pytest.mark.alone
 def test_metrics_do_not_wait_for_a_worker_that_hangs() -> None:
     """Prometheus would give up, and take the gateway for gone: the answer comes in time, and says whose fault it is."""
     stack = Stack(connect_timeout_s=20.0)
@@ -154,6 +155,7 @@ def test_metrics_do_not_wait_for_a_worker_that_hangs() -> None:
         stack.close()
 
 
+@pytest.mark.alone
 def test_a_worker_that_hangs_costs_one_wait() -> None:
     """Requests are turned away when the time for one question is over, however many ask at once."""
     stack = Stack(connect_timeout_s=2.0)

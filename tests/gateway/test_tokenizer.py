@@ -142,6 +142,7 @@ def test_a_broken_tokenizer_is_refused(data: bytes) -> None:
         PromptTokenizer(data)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("encode", [TOKENIZER.encode_raw, lambda text: TOKENIZER.encode_rendered(TOKENIZER.mark(text))])
 def test_a_long_text_does_not_stop_other_threads(encode: Callable[[str], list[int]]) -> None:
     """A megabyte is encoded in seconds; whoever else wants the GIL waits for a small part of that at most."""

@@ -222,6 +222,7 @@ def test_a_record_that_is_rewritten_is_refused_and_computed_from_what_is_there(m
             w.decode()
 
 
+@pytest.mark.alone
 def test_a_lane_that_pays_is_used_and_one_that_does_not_sleeps(made: Stage) -> None:
     """By cost alone: a slow link brings the lane its picks, a fast one ends the publication of activations."""
     with cpu_expert(made):
@@ -247,6 +248,7 @@ def test_a_lane_that_pays_is_used_and_one_that_does_not_sleeps(made: Stage) -> N
             assert w.kernels.steps_with_x == seen
 
 
+@pytest.mark.alone
 def test_a_lane_without_jobs_is_timed_while_steps_go_on(made: Stage) -> None:
     """Beside a link that costs nothing the lane gets no pick, yet it is looked at again and again; one whose costs were given is not."""
     with cpu_expert(made):
