@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+ARCHIVED = Path(__file__).with_name("archive_commit.txt")  # `git archive` writes the commit into it
 
 
 def machine() -> dict[str, Any]:
@@ -38,6 +39,9 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """The commit that was measured, with `+changes` when the tree differed from it."""
+    archived = ARCHIVED.read_text().strip()
+    if not archived.startswith("$"):
+        return archived  # an archive has no repository of its own, and may lie in another one
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     changed = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return (head or "unknown") + ("+changes" if changed else "")

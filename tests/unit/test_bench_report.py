@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,28 @@ def test_results_name_no_folder_of_a_machine(path: Path) -> None:
     """In the command that made them."""
     words = json.loads(path.read_text())["command"].split()
     assert [word for word in words if word.startswith("/") or "=/" in word] == []
+
+
+def test_an_archive_of_the_project_knows_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`git archive` writes the commit into the file that report.commit() reads; in a checkout git is asked."""
+    repo = tmp_path / "repo"
+    (repo / "bench").mkdir(parents=True)
+    for name in (".gitattributes", "bench/archive_commit.txt"):
+        (repo / name).write_bytes((report.ROOT / name).read_bytes())
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+
+    def git(*words: str) -> bytes:
+        return subprocess.run(["git", *identity, *words], cwd=repo, check=True, capture_output=True).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").decode().strip()
+    monkeypatch.setattr(report, "ROOT", repo)
+    monkeypatch.setattr(report, "ARCHIVED", repo / "bench" / "archive_commit.txt")
+    assert report.commit() == head
+    with tarfile.open(fileobj=io.BytesIO(git("archive", "HEAD"))) as archive:
+        archive.extractall(tmp_path / "out", filter="data")
+    monkeypatch.setattr(report, "ROOT", tmp_path / "out")
+    monkeypatch.setattr(report, "ARCHIVED", tmp_path / "out" / "bench" / "archive_commit.txt")
+    assert report.commit() == head
