@@ -30,6 +30,8 @@ COUNT = "Count from 1 to 60."
 TOKENS = 160
 AT_EVENT = 10  # what is killed in mid-stream is killed here
 BACK_S = 90.0  # how long a service may take to be back
+# Of /stats, after the rates: where picks were computed and what the planner believes.
+TOLD = ("slots", "picks", "hit_ratio", "lane", "ct_a_us", "ct_b_us", "ct_tzc_us", "planner_error_pct", "plan_us", "lane_us", "overrun_us")
 GPU_ENV = {"GLM53_CACHE_TOKENS": "32768", "GLM53_CONTEXT_TOKENS": "4096"}
 
 
@@ -196,6 +198,8 @@ def measure_first(running: Server, row: dict[str, Any]) -> None:
         row["lane_up_s"] = until(lambda: lane(running) == "UP", "the CPU lane is up")
     undisturbed = counting(running)
     row |= rates(running)
+    tiers = running.get_json("/stats").get("tiers", {})
+    row["tiers"] = {name: tiers[name] for name in TOLD if name in tiers}
     if row["mode"] == "fast":
         row |= cpu_expert_killed(running, undisturbed)
     row |= gpu_worker_killed(running, undisturbed)
