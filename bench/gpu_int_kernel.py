@@ -4,8 +4,9 @@
 
 GLM-5.3-Flash's expert (4096 x 2048, MUL1, K = 3), 8 picks a token, 128 experts in VRAM (1.2 GB) visited in rotation, so that weights never
 come from the L2 cache. Both sides run from CUDA graphs of 16 steps with different picks, in turns; a figure is the median over replays,
-timed with CUDA events. Both read the same records. Needs an NVIDIA GPU and torch; stock's figures need exllamav3 1.5.1's extension. Every
-timed configuration is first compared with the CPU kernel, bit for bit.
+timed with CUDA events. Both read the same records. One token is also timed as a step with a CPU lane has it (`lane`: three launches where a
+step without one is one launch), and both with 4 of its 8 picks on the GPU, which stock has nothing like. Needs an NVIDIA GPU and torch;
+stock's figures need exllamav3 1.5.1's extension. Every timed configuration is first compared with the CPU kernel, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_ROWS = 8
 STEPS = 16  # in a graph
 # (tokens, distinct experts): what random routing over 288 experts gives, and 8 tokens that agree.
 SHAPES = ((1, 8), (2, 16), (4, 28), (8, 48), (8, 8))
+HERE = 4  # picks of one token that a CPU lane leaves to the GPU
 DEFAULT_OUT = report.ROOT / "docs" / "results" / "gpu_int_kernel.json"
 
 
@@ -108,11 +110,19 @@ def make_batch(rows: int, distinct: int) -> Batch:
     return Batch(rows, distinct, x, selected, weights)
 
 
+def half_elsewhere(batch: Batch) -> Batch:
+    """The batch with the first HERE picks of each token; the others are no experts, as those of another lane are not."""
+    selected = [picks.clone() for picks in batch.selected]
+    for picks in selected:
+        picks[:, HERE:] = -1
+    return dataclasses.replace(batch, distinct=HERE, selected=selected)
+
+
 Call = Callable[[int], None]
 
 
-def our_call(layer: Layer, experts: CudaExperts, batch: Batch, out: torch.Tensor, serial: bool) -> Call:
-    """One step of our kernel on the current stream, by the number of the step."""
+def our_call(layer: Layer, experts: CudaExperts, batch: Batch, out: torch.Tensor, *, serial: bool = False, lane: bool = False) -> Call:
+    """One step of our kernel on the current stream, by the number of the step. lane: another lane may take part in it."""
     routings = [
         Routing(layer.addresses.data_ptr(), selected.data_ptr(), batch.weights.data_ptr(), EXPERTS, batch.rows, TOP_K)
         for selected in batch.selected
@@ -121,7 +131,9 @@ def our_call(layer: Layer, experts: CudaExperts, batch: Batch, out: torch.Tensor
     def call(turn: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
         # In a model the router's kernel comes before a step; in the graph it is the step before.
-        experts.run(routings[turn], batch.x.data_ptr(), out=out.data_ptr(), serial=serial, after_kernel=turn > 0, stream=stream)
+        experts.run(
+            routings[turn], batch.x.data_ptr(), out=out.data_ptr(), serial=serial, after_kernel=turn > 0, all_here=not lane, stream=stream
+        )
 
     return call
 
@@ -244,9 +256,16 @@ def summary_of(rows: list[dict[str, Any]], copy_rate: float, reason: str) -> dic
     summary: dict[str, Any] = {"bit_identical_to_cpu": True, "device_copy_gb_s": round(copy_rate, 1)}
     for row in rows:
         name = f"m{row['rows']}" if row["distinct"] != TOP_K or row["rows"] == 1 else f"m{row['rows']}_8_experts"
+        if row["distinct"] < TOP_K:
+            name += f"_{row['distinct']}_here"
         summary[f"us_{name}"] = row["ours_us"]
         summary[f"floor_us_{name}"] = row["floor_us"]
-        summary[f"int_kernel_vs_stock_{name}"] = row.get("ratio")
+        if "lane_us" in row:
+            summary[f"lane_us_{name}"] = row["lane_us"]
+        if row["distinct"] >= TOP_K:
+            summary[f"int_kernel_vs_stock_{name}"] = row.get("ratio")
+        if "lane_ratio" in row:
+            summary[f"lane_vs_stock_{name}"] = row["lane_ratio"]
     if reason:
         summary["why_no_stock"] = reason
     return summary
@@ -272,15 +291,17 @@ def main() -> None:
     copy_rate = slice_rates.copy_rate() / 1e9
     rows = []
     with ExpertPool(threads=max(1, min(16, os.cpu_count() or 1))) as pool:
-        for tokens, distinct in SHAPES:
-            batch = make_batch(tokens, distinct)
+        batches = [make_batch(tokens, distinct) for tokens, distinct in SHAPES]
+        for batch in (*batches, half_elsewhere(batches[0])):
             out = torch.empty((MAX_ROWS, HIDDEN), device="cuda")
-            calls = {"ours": our_call(layer, experts, batch, out, False), "ours_serial": our_call(layer, experts, batch, out, True)}
+            calls = {name: our_call(layer, experts, batch, out, serial=name == "ours_serial") for name in ("ours", "ours_serial")}
+            if batch.rows == 1:
+                calls["lane"] = our_call(layer, experts, batch, out, lane=True)
             for call in calls.values():
                 check(layer, batch, call, out, host, pool)
-            if stock is not None:
+            if stock is not None and batch.distinct >= TOP_K:
                 calls["stock"] = stock.call(batch)
-            samples = measure({name: make_graph(call) for name, call in calls.items()}, args.seconds / len(SHAPES))
+            samples = measure({name: make_graph(call) for name, call in calls.items()}, args.seconds / (len(batches) + 1))
             rows.append(row_of(batch, samples, copy_rate))
             print("  ".join(f"{key} {value}" for key, value in rows[-1].items() if key != "samples"), flush=True)
     report.write_result(args.out, started, rows, summary_of(rows, copy_rate, reason))
@@ -289,9 +310,11 @@ def main() -> None:
 def dry_rows() -> list[dict[str, Any]]:
     """Rows of this bench's shape whose times mean nothing."""
     rows = []
-    for tokens, distinct in SHAPES:
-        batch = Batch(tokens, distinct, torch.empty(0), [], torch.empty(0))
-        rows.append(row_of(batch, {"ours": [50.0, 51.0], "ours_serial": [60.0, 61.0], "stock": [100.0, 102.0]}, 4000.0))
+    for tokens, distinct in (*SHAPES, (1, HERE)):
+        samples = {"ours": [50.0, 51.0], "ours_serial": [60.0, 61.0]}
+        samples |= {"lane": [51.0, 52.0]} if tokens == 1 else {}
+        samples |= {"stock": [100.0, 102.0]} if distinct >= TOP_K else {}
+        rows.append(row_of(Batch(tokens, distinct, torch.empty(0), [], torch.empty(0)), samples, 4000.0))
     return rows
 
 
@@ -304,6 +327,8 @@ def row_of(batch: Batch, samples: dict[str, list[float]], copy_rate: float) -> d
     row["gb_s"] = round(weight_bytes / row["ours_us"] / 1e3, 1)
     if "stock" in samples:
         row["ratio"] = round(row["ours_us"] / row["stock_us"], 4)
+        if "lane" in samples:
+            row["lane_ratio"] = round(row["lane_us"] / row["stock_us"], 4)
     row["samples"] = {name: [round(q, 2) for q in statistics.quantiles(values, n=4)] + [len(values)] for name, values in samples.items()}
     return row
 

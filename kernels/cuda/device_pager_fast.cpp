@@ -103,6 +103,7 @@ void DevicePager::finish(uint32_t layer, uint32_t rows, uint64_t weights, uint64
   if (!f.with_x) {
     step.out = reinterpret_cast<float*>(out);
     step.shared = reinterpret_cast<const float*>(shared);
+    step.flags = MOE_CUDA_ALL_HERE;  // without activations the step has no job of the lane
     sent = sent && f.spec.run(f.experts[layer], &step, stream) == 0;
   } else {
     step.y = reinterpret_cast<float*>(f.spec.y);

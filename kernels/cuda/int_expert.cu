@@ -3,7 +3,6 @@
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
-#include <stdlib.h>
 
 #include <memory>
 #include <new>
@@ -54,27 +53,15 @@ class DeviceGuard {
 using InnerKernel = void (*)(StepArgs, uint32_t, uint32_t);
 using OuterKernel = void (*)(StepArgs);
 
-template <int Rows, bool Lean>
+template <int Rows>
 InnerKernel inner_kernel(uint32_t k) {
-  return k == 2 ? inner_bands<2, Rows, Lean> : k == 3 ? inner_bands<3, Rows, Lean> : inner_bands<4, Rows, Lean>;
+  return k == 2 ? inner_bands<2, Rows> : k == 3 ? inner_bands<3, Rows> : inner_bands<4, Rows>;
 }
-template <int Rows, bool Lean>
+template <int Rows>
 OuterKernel outer_kernel(uint32_t k) {
-  return k == 2 ? outer_bands<2, Rows, Lean> : k == 3 ? outer_bands<3, Rows, Lean> : outer_bands<4, Rows, Lean>;
+  return k == 2 ? outer_bands<2, Rows> : k == 3 ? outer_bands<3, Rows> : outer_bands<4, Rows>;
 }
-template <int Rows>
-const void* inner_function(uint32_t k, bool lean) {
-  return reinterpret_cast<const void*>(lean ? inner_kernel<Rows, true>(k) : inner_kernel<Rows, false>(k));
-}
-template <int Rows>
-const void* outer_function(uint32_t k, bool lean) {
-  return reinterpret_cast<const void*>(lean ? outer_kernel<Rows, true>(k) : outer_kernel<Rows, false>(k));
-}
-
-template <bool Wide, bool Spread>
-OuterKernel one_row_kernel(uint32_t k) {
-  return k == 2 ? one_row_step<2, Wide, Spread> : k == 3 ? one_row_step<3, Wide, Spread> : one_row_step<4, Wide, Spread>;
-}
+OuterKernel one_row_kernel(uint32_t k) { return k == 2 ? one_row_step<2> : k == 3 ? one_row_step<3> : one_row_step<4>; }
 
 /* A kernel that loops over items. */
 struct Looping {
@@ -161,19 +148,6 @@ int check_selection(const void* records, const void* selected, uint32_t num_expe
   return check_choice("selected_type", selected_type, MOE_CUDA_INDEX_I64);
 }
 
-/* For tuning: 0 is the kernel as it was, see bench/int_kernel_tune.py for the others. */
-constexpr uint32_t kVariants = 6;
-
-int read_variant(uint32_t& variant) {
-  const char* text = getenv("INT_EXPERT_VARIANT");
-  if (text == nullptr || *text == 0) return 0;
-  char* end = nullptr;
-  const unsigned long number = strtoul(text, &end, 10);
-  if (*end != 0 || number >= kVariants) return fail("INT_EXPERT_VARIANT = %s is not in 0..%u", text, kVariants - 1u);
-  variant = static_cast<uint32_t>(number);
-  return 0;
-}
-
 uint32_t blocks_for_warps(uint32_t warps) { return (warps + kWarps - 1) / kWarps; }
 
 }  // namespace
@@ -183,7 +157,6 @@ struct MoeCudaExperts {
   cudaDeviceProp properties;
   int device = 0;
   uint32_t max_picks = 0, projections = 0;
-  uint32_t variant = 0; /* INT_EXPERT_VARIANT: which kernels run, for tuning */
   uint8_t* memory = nullptr;
   Workspace work;
   /* [0]: runs of up to 4 rows, [1]: of up to 8. */
@@ -213,11 +186,10 @@ MoeCudaExperts::~MoeCudaExperts() {
 }
 
 int MoeCudaExperts::prepare_kernels() {
-  const bool lean = variant != 0;
   for (uint32_t wide = 0; wide < 2; ++wide) {
     const uint32_t rows = wide == 0 ? 4 : 8;
-    const auto inner = [&](uint32_t k) { return wide == 0 ? inner_function<4>(k, lean) : inner_function<8>(k, lean); };
-    const void* outer = wide == 0 ? outer_function<4>(shape.k_down, lean) : outer_function<8>(shape.k_down, lean);
+    const auto inner = [&](uint32_t k) { return reinterpret_cast<const void*>(wide == 0 ? inner_kernel<4>(k) : inner_kernel<8>(k)); };
+    const void* outer = reinterpret_cast<const void*>(wide == 0 ? outer_kernel<4>(shape.k_down) : outer_kernel<8>(shape.k_down));
     if (projections == 2 && prepare_looping(gate[wide], inner(shape.k_gate), shape.k_gate, rows, properties) != 0) return -1;
     if (prepare_looping(up[wide], inner(shape.k_up), shape.k_up, rows, properties) != 0) return -1;
     if (prepare_looping(down[wide], outer, shape.k_down, rows, properties) != 0) return -1;
@@ -225,16 +197,14 @@ int MoeCudaExperts::prepare_kernels() {
   return 0;
 }
 
-/* The kernel of steps of one token, where the shape and the device let it run. */
+/* The kernel of MOE_CUDA_ALL_HERE, where the shape and the device let it run. */
 int MoeCudaExperts::prepare_one_row() {
-  const bool roomy = properties.major >= 9 && properties.major < 12, wide = variant % 2 == 1, spread = variant >= 4;
+  const bool roomy = properties.major >= 9 && properties.major < 12;
   const bool one_k = projections == 2 && shape.k_gate == shape.k_up && shape.k_up == shape.k_down;
-  if (variant < 2 || !roomy || !one_k || shape.hidden / kBlock % kGroups != 0 || shape.inter / kBlock % kGroups != 0) return 0;
-  const uint32_t bytes = one_row_bytes(shape.k_up, wide, spread, shape.hidden);
+  if (!roomy || !one_k || shape.hidden / kBlock % kGroups != 0 || shape.inter / kBlock % kGroups != 0) return 0;
+  const uint32_t bytes = one_row_bytes(shape.k_up, shape.hidden);
   if (bytes + 1024u > properties.sharedMemPerBlockOptin) return 0;
-  const OuterKernel plain = wide ? one_row_kernel<true, false>(shape.k_up) : one_row_kernel<false, false>(shape.k_up);
-  const OuterKernel spreading = wide ? one_row_kernel<true, true>(shape.k_up) : one_row_kernel<false, true>(shape.k_up);
-  one_row.function = reinterpret_cast<const void*>(spread ? spreading : plain);
+  one_row.function = reinterpret_cast<const void*>(one_row_kernel(shape.k_up));
   one_row.shared_bytes = bytes;
   one_row.blocks_per_multiprocessor = 1;
   const cudaFuncAttribute most = cudaFuncAttributeMaxDynamicSharedMemorySize;
@@ -253,8 +223,9 @@ int MoeCudaExperts::allocate() {
   if (check_cuda(cudaDeviceSynchronize(), "scratch memory of the expert kernels") != 0) return -1;
   description = std::string(properties.name) + ", compute capability " + std::to_string(properties.major) + "." +
                 std::to_string(properties.minor) + ", " + std::to_string(up[0].blocks_per_multiprocessor) + " + " +
-                std::to_string(down[0].blocks_per_multiprocessor) + " blocks per multiprocessor, scratch " + std::to_string(count.used()) +
-                " bytes";
+                std::to_string(down[0].blocks_per_multiprocessor) + " blocks per multiprocessor, " +
+                (one_row.function != nullptr ? "one launch for one row" : "three launches for one row") + ", scratch " +
+                std::to_string(count.used()) + " bytes";
   return 0;
 }
 
@@ -264,7 +235,6 @@ int MoeCudaExperts::open(const MoeExpertShape& expert_shape, uint32_t picks, int
   int devices = 0;
   if (check_cuda(cudaGetDeviceCount(&devices), "CUDA") != 0) return -1;
   if (on_device < 0 || on_device >= devices) return fail("device %d does not exist: there are %d", on_device, devices);
-  if (read_variant(variant) != 0) return -1;
   shape = expert_shape;
   max_picks = picks;
   projections = is_gateless(shape) ? 1 : 2;
@@ -364,8 +334,9 @@ int MoeCudaExperts::run(const MoeCudaStep& step, cudaStream_t stream) const {
   void* arguments[] = {&args};
   const bool after_kernel = overlap && (step.flags & MOE_CUDA_AFTER_KERNEL) != 0;
   const uint32_t inner_items = args.selection.picks * (shape.inter / kBlock), outer_items = args.selection.picks * (shape.hidden / kBlock);
-  if (step.rows == 1 && one_row.function != nullptr && inner_items <= static_cast<uint32_t>(properties.multiProcessorCount)) {
-    const uint32_t most = static_cast<uint32_t>(properties.multiProcessorCount), halves = (outer_items + kHalves - 1u) / kHalves;
+  const uint32_t most = static_cast<uint32_t>(properties.multiProcessorCount);
+  if ((step.flags & MOE_CUDA_ALL_HERE) != 0 && step.rows == 1 && one_row.function != nullptr && inner_items <= most) {
+    const uint32_t halves = (outer_items + kHalves - 1u) / kHalves;
     const uint32_t blocks = inner_items > halves ? inner_items : halves < most ? halves : most;
     return launch(one_row, blocks, after_kernel, arguments, stream, kOneRowThreads);
   }
@@ -373,7 +344,7 @@ int MoeCudaExperts::run(const MoeCudaStep& step, cudaStream_t stream) const {
   prepare.function = reinterpret_cast<const void*>(prepare_rows);
   if (launch(prepare, blocks_for_warps(warps) + 1, after_kernel, arguments, stream) != 0) return -1;
   if (launch_inner(args, wide, overlap, stream) != 0) return -1;
-  return launch_looping(down[wide], args.selection.picks * (shape.hidden / kBlock), overlap, arguments, stream);
+  return launch_looping(down[wide], outer_items, overlap, arguments, stream);
 }
 
 extern "C" int moe_cuda_shape_check(const MoeExpertShape* shape) {

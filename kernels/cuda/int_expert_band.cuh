@@ -79,13 +79,10 @@ __device__ __forceinline__ void wait_copy_groups() {
 }
 
 /* A value that the compiler keeps in a register instead of computing it anew at every use. */
-template <bool Keep>
-__device__ __forceinline__ void keep(uint32_t& value) {
-  if constexpr (Keep) asm volatile("" : "+r"(value));
-}
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 /* A warp's ring of weight stages. `Items` says which items the block works on: bool next(const uint8_t*& band). */
-template <int K, int Stages, typename Items, bool Lean = false>
+template <int K, int Stages, typename Items>
 class WeightRing {
  public:
   static constexpr uint32_t kTileBytes = 32u * K;
@@ -103,9 +100,9 @@ class WeightRing {
     stage_stride_ = 4u * geometry.row_bytes;
     item_stages_ = geometry.num_blocks * kBlockStages;
     first_ = (geometry.first_block * (kBlock / 16u) + slice) * geometry.row_bytes + column_warp * kWarpTiles * kTileBytes + piece_ * 16u;
-    keep<Lean>(shared_);
-    keep<Lean>(stage_stride_);
-    keep<Lean>(first_);
+    keep(shared_);
+    keep(stage_stride_);
+    keep(first_);
     for (int stage = 0; stage < Stages - 1; ++stage) fetch();
   }
 
@@ -133,7 +130,7 @@ class WeightRing {
     fill_ = fill_ == (Stages - 1) * kStageBytes ? 0 : fill_ + kStageBytes;
   }
 
-  /* The next stage, complete and visible to the whole warp; the one before it is handed back and refilled. */
+  /* The next stage, complete and visible to the whole warp; the one before it is handed back and refilled. Half: of a block of inputs. */
   template <uint32_t Half>
   __device__ __forceinline__ const uint32_t* take() {
     wait_copy_groups<Stages - 2>();
@@ -216,15 +213,15 @@ class ActivationStream {
   uint2 next_block_[NB];
 };
 
-/* z of the warp's columns and group: z[tile][n][0] of column g, [1] of column g + 8, for row 4 n + tg. Lean: sums begin at 0 and the term
- * -510 S joins them after the products: the same number modulo 2^32, and no registers to fill with the term for every tile. */
-template <int K, int NB, bool Lean = false, typename Ring, typename Stream>
+/* z of the warp's columns and group: z[tile][n][0] of column g, [1] of column g + 8, for row 4 n + tg. Sums begin at 0 and the term -510 S
+ * joins them after the products: the same number modulo 2^32, and no registers to fill with the term for every tile. */
+template <int K, int NB, typename Ring, typename Stream>
 __device__ __forceinline__ void multiply_group(Ring& ring, Stream& stream, uint32_t num_blocks, const PowersOfTwo& powers, uint32_t lane,
                                                float (&z)[kWarpTiles][NB][2]) {
   const uint32_t g = lane / 4u, slice = lane % 4u * slice_words(K);
   uint32_t own_at = slice + K * g, before_at = slice + (g == 0 ? 8u * K : K * g) - 1u; /* the ring of a tile closes at its end */
-  keep<Lean>(own_at);
-  keep<Lean>(before_at);
+  keep(own_at);
+  keep(before_at);
 #pragma unroll
   for (uint32_t t = 0; t < kWarpTiles; ++t) {
 #pragma unroll
@@ -233,23 +230,9 @@ __device__ __forceinline__ void multiply_group(Ring& ring, Stream& stream, uint3
 #pragma unroll 1
   for (uint32_t block = 0; block < num_blocks; ++block) {
     float scale[NB];
-    int32_t sum[NB], start[NB][4], sums[kWarpTiles][NB][4];
+    int32_t sum[NB], sums[kWarpTiles][NB][4];
+    const int32_t zeros[NB][4] = {};
     stream.block(scale, sum);
-#pragma unroll
-    for (int n = 0; n < NB; ++n) {
-      start[n][0] = start[n][2] = 0;
-      start[n][1] = start[n][3] = Lean ? 0 : -510 * sum[n];
-    }
-    if constexpr (NB == 2 && !Lean) { /* four registers of starts more would not fit */
-#pragma unroll
-      for (uint32_t t = 0; t < kWarpTiles; ++t) {
-#pragma unroll
-        for (int n = 0; n < NB; ++n) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[t][n][i] = start[n][i];
-        }
-      }
-    }
     const auto add_stage = [&](const uint32_t* words, bool first) {
       Activations<NB> x;
       stream.stage(x);
@@ -257,8 +240,8 @@ __device__ __forceinline__ void multiply_group(Ring& ring, Stream& stream, uint3
       for (uint32_t t = 0; t < kWarpTiles; ++t) {
         uint32_t own[K + 1];
         load_words<K>(words + own_at + t * 8u * K, words[before_at + t * 8u * K], own);
-        if ((NB == 1 || Lean) && first) {
-          add_tile<K, NB>(own, powers, x, sums[t], start);
+        if (first) {
+          add_tile<K, NB>(own, powers, x, sums[t], zeros);
         } else {
           add_tile<K, NB>(own, powers, x, sums[t], sums[t]);
         }
@@ -275,8 +258,8 @@ __device__ __forceinline__ void multiply_group(Ring& ring, Stream& stream, uint3
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           /* Modulo 2^32: the whole sum fits 32 bits, its parts need not. */
-          uint32_t a = static_cast<uint32_t>(sums[t][n][2 * c]) * 256u + static_cast<uint32_t>(sums[t][n][2 * c + 1]);
-          if constexpr (Lean) a -= 510u * static_cast<uint32_t>(sum[n]);
+          const uint32_t a = static_cast<uint32_t>(sums[t][n][2 * c]) * 256u + static_cast<uint32_t>(sums[t][n][2 * c + 1]) -
+                             510u * static_cast<uint32_t>(sum[n]);
           z[t][n][c] = fmaf(fmaf(887.0f, static_cast<float>(static_cast<int32_t>(a)), constant), scale[n], z[t][n][c]);
         }
       }

@@ -244,19 +244,19 @@ __device__ __forceinline__ bool long_items(uint32_t in_features, uint32_t stages
 }
 
 /* The groups' sums of one item, from all warps, in the reduction buffer. Rows: of the buffer; size: of the run. */
-template <int K, int Rows, bool Lean, typename Ring, typename RowOf>
+template <int K, int Rows, typename Ring, typename RowOf>
 __device__ __forceinline__ void multiply_item(Ring& ring, const QuantisedRows& from, const MatrixGeometry& geometry, uint32_t size,
                                               RowOf row_of, const PowersOfTwo& powers, float* buffer) {
   const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   if (Rows == 4 || size <= 4) {
     ActivationStream<1> stream(from, geometry, size, row_of, lane);
     float z[kWarpTiles][1][2];
-    multiply_group<K, 1, Lean>(ring, stream, geometry.num_blocks, powers, lane, z);
+    multiply_group<K, 1>(ring, stream, geometry.num_blocks, powers, lane, z);
     store_group<1>(buffer, Rows, warp, lane, z);
   } else if constexpr (Rows == 8) {
     ActivationStream<2> stream(from, geometry, size, row_of, lane);
     float z[kWarpTiles][2][2];
-    multiply_group<K, 2, Lean>(ring, stream, geometry.num_blocks, powers, lane, z);
+    multiply_group<K, 2>(ring, stream, geometry.num_blocks, powers, lane, z);
     store_group<2>(buffer, Rows, warp, lane, z);
   }
 }
@@ -280,7 +280,7 @@ __device__ __forceinline__ void finish_inner(const StepArgs& args, uint64_t reco
 }
 
 /* Gate and up of all runs (or one of them: projections first .. first + launched - 1, when their K differ). Rows: of a run, 4 or 8. */
-template <int K, int Rows, bool Lean>
+template <int K, int Rows>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     inner_bands(const __grid_constant__ StepArgs args, uint32_t first, uint32_t launched) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const uint32_t runs = table.build(args.selection, Rows);
   const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.inner_bands.divisor;
   constexpr BlockMemory kMemory = block_memory(kRoomy, K, Rows);
-  using Ring = WeightRing<K, kMemory.stages, InnerItems, Lean>;
+  using Ring = WeightRing<K, kMemory.stages, InnerItems>;
   const MatrixGeometry geometry(args.shape.hidden, args.shape.inter, K, warp / kColumnWarps);
   const InnerItems items = {table, args.shape, args.inner_bands, blockIdx.x, runs * bands * launched,
                             first, launched,   args.projections, 32u * K};
@@ -306,12 +306,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if constexpr (kMemory.reductions == 1) __syncthreads(); /* the previous item's sums have been read */
     if (order.dynamic()) ring.set_upcoming(order.next);
     order.request();
-    if (Lean && warp == 0) {
+    if (warp == 0) {
       const uint32_t column = at.band * kBlock + lane * 4u;
       prefetch_part(table.record[at.run], projection_parts(args.shape, args.projections, projection).svh, column);
       prefetch_part(table.record[at.run], args.shape.down_suh, column);
     }
-    multiply_item<K, Rows, Lean>(ring, args.work.inputs, geometry, size, row_of, args.powers, sums);
+    multiply_item<K, Rows>(ring, args.work.inputs, geometry, size, row_of, args.powers, sums);
     order.publish();
     __syncthreads();
     order.advance();
@@ -344,7 +344,7 @@ __device__ __forceinline__ void sum_picks(const StepArgs& args, const RunTable& 
 }
 
 /* Down of all runs, and the sum over a row's picks. */
-template <int K, int Rows, bool Lean>
+template <int K, int Rows>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) outer_bands(const __grid_constant__ StepArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ RunTable table;
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) outer_band
   const uint32_t runs = table.load(args.work.runs);
   const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, bands = args.outer_bands.divisor;
   constexpr BlockMemory kMemory = block_memory(kRoomy, K, Rows);
-  using Ring = WeightRing<K, kMemory.stages, OuterItems, Lean>;
+  using Ring = WeightRing<K, kMemory.stages, OuterItems>;
   const MatrixGeometry geometry(args.shape.inter, args.shape.hidden, K, warp / kColumnWarps);
   const OuterItems items = {table, args.outer_bands, blockIdx.x, runs * bands, args.shape.down_trellis, 32u * K};
   float* reductions = reinterpret_cast<float*>(memory + kWarps * kMemory.stages * Ring::kStageBytes);
@@ -369,8 +369,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) outer_band
     if constexpr (kMemory.reductions == 1) __syncthreads(); /* the previous item's sums have been read */
     if (order.dynamic()) ring.set_upcoming(order.next);
     order.request();
-    if (Lean && warp == 0) prefetch_part(table.record[at.run], parts.svh, at.band * kBlock + lane * 4u);
-    multiply_item<K, Rows, Lean>(ring, args.work.inner_rows, geometry, size, row_of, args.powers, sums);
+    if (warp == 0) prefetch_part(table.record[at.run], parts.svh, at.band * kBlock + lane * 4u);
+    multiply_item<K, Rows>(ring, args.work.inner_rows, geometry, size, row_of, args.powers, sums);
     order.publish();
     __syncthreads();
     order.advance();

@@ -17,22 +17,19 @@ constexpr uint32_t kHalves = 2;
 constexpr uint32_t kOneRowThreads = kHalves * kThreads;
 constexpr uint64_t kOneRowLimitNs = 10000000000u; /* a pick's bands come within microseconds; after this the step is lost */
 
-/* How a kernel is built. wide: a stage of the ring is a block of 128 inputs, so that its bookkeeping is done half as often. spread: gate's
- * and up's inputs lie in shared memory as operand B wants them, every byte four times. */
-__host__ __device__ constexpr uint32_t one_row_stage_bytes(uint32_t k, bool wide) {
-  return (wide ? kBlockStages : 1u) * warp_stage_bytes(k);
-}
-__host__ __device__ constexpr uint32_t one_row_stages(uint32_t k, bool wide, bool spread) {
-  return !wide ? 4u : spread || k == 4u ? 2u : 3u;
-}
-/* Of one row of inputs. */
-__host__ __device__ constexpr uint32_t one_row_input_bytes(uint32_t hidden, bool spread) { return (spread ? 8u : 2u) * hidden; }
+/* A stage of a warp's ring is a block of 128 inputs, so that its bookkeeping is done half as often as with WeightRing's. */
+constexpr uint32_t kOneRowStages = 2;
+__host__ __device__ constexpr uint32_t one_row_stage_bytes(uint32_t k) { return kBlockStages * warp_stage_bytes(k); }
+
+/* 64 of gate's or up's inputs lie in shared memory as operand B wants them, both bytes of each four times. */
+constexpr uint32_t kSpreadStageBytes = 4u * kStageActivationBytes;
+__host__ __device__ constexpr uint32_t one_row_input_bytes(uint32_t hidden) { return kSpreadStageBytes / kStageInputs * hidden; }
 
 /* Shared memory of a block: rings, sums [3][half][group][128] (of inner, and of down in turns), quantised inputs of gate and up, their
  * blocks. */
-__host__ __device__ constexpr uint32_t one_row_bytes(uint32_t k, bool wide, bool spread, uint32_t hidden) {
-  return kHalves * kWarps * one_row_stages(k, wide, spread) * one_row_stage_bytes(k, wide) + 3u * kHalves * kGroups * kBlock * 4u +
-         kHalves * one_row_input_bytes(hidden, spread) + kHalves * (hidden / kBlock) * 8u;
+__host__ __device__ constexpr uint32_t one_row_bytes(uint32_t k, uint32_t hidden) {
+  return kHalves * kWarps * kOneRowStages * one_row_stage_bytes(k) + 3u * kHalves * kGroups * kBlock * 4u +
+         kHalves * one_row_input_bytes(hidden) + kHalves * (hidden / kBlock) * 8u;
 }
 
 /* The picks that are computed here, one a lane in ascending order. */
@@ -69,11 +66,10 @@ struct OneRowItems {
 };
 
 /* As WeightRing, over matrices of two shapes. */
-template <int K, int Stages, bool Wide>
+template <int K>
 class OneRowRing {
  public:
-  static constexpr uint32_t kParts = Wide ? kBlockStages : 1u; /* of 64 inputs, in a stage */
-  static constexpr uint32_t kStageBytes = one_row_stage_bytes(K, Wide);
+  static constexpr uint32_t kStageBytes = one_row_stage_bytes(K);
   static constexpr uint32_t kSliceChunks = kWarpTiles * 32u * K / 16u;
   static constexpr uint32_t kLaneChunks = (kSliceChunks + 7u) / 8u;
 
@@ -87,16 +83,16 @@ class OneRowRing {
     shared_ = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + slice * (4u * slice_words(K)) + piece_ * 16u;
     first_ = (outer.first_block * (kBlock / 16u) + slice) * outer.row_bytes + within;
     outer_stride_ = 4u * outer.row_bytes;
-    outer_stages_ = outer.num_blocks * (kBlockStages / kParts);
+    outer_stages_ = outer.num_blocks;
     stride_ = 4u * inner.row_bytes;
     if (blockIdx.x < picks.count * args.inner_bands.divisor) {
       const uint32_t run = args.inner_bands.divide(blockIdx.x), band = blockIdx.x - run * args.inner_bands.divisor;
       source_ = items_.band<K>(run, band, projection_parts(args.shape, 2, half).trellis) +
                 (inner.first_block * (kBlock / 16u) + slice) * inner.row_bytes + within;
-      left_ = inner.num_blocks * (kBlockStages / kParts);
+      left_ = inner.num_blocks;
     }
-    keep<true>(shared_);
-    for (int stage = 0; stage < Stages - 1; ++stage) fetch();
+    keep(shared_);
+    for (uint32_t stage = 0; stage < kOneRowStages - 1; ++stage) fetch();
   }
 
   __device__ __forceinline__ void fetch() {
@@ -109,7 +105,7 @@ class OneRowRing {
     }
     if (left_ != 0) {
 #pragma unroll
-      for (uint32_t part = 0; part < kParts; ++part) {
+      for (uint32_t part = 0; part < kBlockStages; ++part) {
 #pragma unroll
         for (uint32_t i = 0; i < kLaneChunks; ++i) {
           if (8u * (i + 1u) > kSliceChunks && piece_ + 8u * i >= kSliceChunks) continue;
@@ -120,20 +116,19 @@ class OneRowRing {
       --left_;
     }
     end_copy_group();
-    fill_ = fill_ == (Stages - 1) * kStageBytes ? 0 : fill_ + kStageBytes;
+    fill_ = fill_ == (kOneRowStages - 1) * kStageBytes ? 0 : fill_ + kStageBytes;
   }
 
-  /* Part `half` of a block. */
+  /* A half of a block, the first one first. */
   template <uint32_t Half>
   __device__ __forceinline__ const uint32_t* take() {
-    if constexpr (Half != 0 && Wide) return reinterpret_cast<const uint32_t*>(taken_ + Half * warp_stage_bytes(K));
-    wait_copy_groups<Stages - 2>();
+    if constexpr (Half != 0) return reinterpret_cast<const uint32_t*>(taken_ + Half * warp_stage_bytes(K));
+    wait_copy_groups<kOneRowStages - 2>();
     __syncwarp();
     fetch();
-    const uint8_t* stage = memory_ + drain_;
-    taken_ = stage;
-    drain_ = drain_ == (Stages - 1) * kStageBytes ? 0 : drain_ + kStageBytes;
-    return reinterpret_cast<const uint32_t*>(stage);
+    taken_ = memory_ + drain_;
+    drain_ = drain_ == (kOneRowStages - 1) * kStageBytes ? 0 : drain_ + kStageBytes;
+    return reinterpret_cast<const uint32_t*>(taken_);
   }
 
  private:
@@ -146,54 +141,41 @@ class OneRowRing {
   uint32_t stride_, outer_stride_, outer_stages_, first_;
 };
 
-/* One row of quantised inputs in shared memory. bytes: as QuantisedRows has them; spread: for every 64 inputs [4][high, low][4] pieces of
- * 16 bytes, piece [i][plane][tg] being the bytes 16 tg + 4 i .. + 3 of the plane, each four times. blocks: as QuantisedRows. */
-template <bool Spread>
+/* One row of quantised inputs in shared memory. bytes: for every 64 inputs [4][high, low][4] pieces of 16 bytes, piece [i][plane][tg] being
+ * the bytes 16 tg + 4 i .. + 3 of the plane, each four times. blocks: as QuantisedRows. */
 struct SharedInputs {
-  static constexpr uint32_t kStageBytes = Spread ? 4u * kStageActivationBytes : kStageActivationBytes;
   uint8_t* bytes;
   uint2* blocks;
 
-  __device__ __forceinline__ void store(uint32_t hidden, uint32_t block, const QuantisedFour& q, uint32_t lane) const {
-    if constexpr (!Spread) {
-      store_quantised({bytes, blocks}, 0, hidden, block, q, lane);
-    } else {
-      uint8_t* piece = bytes + (block * kBlockStages + lane / 16u) * kStageBytes + lane % 4u * 128u + lane % 16u / 4u * 16u;
-      const uint32_t planes[2] = {q.high, q.low};
+  __device__ __forceinline__ void store(uint32_t block, const QuantisedFour& q, uint32_t lane) const {
+    uint8_t* piece = bytes + (block * kBlockStages + lane / 16u) * kSpreadStageBytes + lane % 4u * 128u + lane % 16u / 4u * 16u;
+    const uint32_t planes[2] = {q.high, q.low};
 #pragma unroll
-      for (uint32_t plane = 0; plane < 2; ++plane) {
-        const uint32_t word = planes[plane];
-        *reinterpret_cast<uint4*>(piece + plane * 64u) = make_uint4(__byte_perm(word, 0, 0x0000), __byte_perm(word, 0, 0x1111),
-                                                                    __byte_perm(word, 0, 0x2222), __byte_perm(word, 0, 0x3333));
-      }
-      if (lane == 0) blocks[block] = make_uint2(__float_as_uint(q.scale * 0x1p-17f), static_cast<uint32_t>(q.sum));
+    for (uint32_t plane = 0; plane < 2; ++plane) {
+      const uint32_t word = planes[plane];
+      *reinterpret_cast<uint4*>(piece + plane * 64u) = make_uint4(__byte_perm(word, 0, 0x0000), __byte_perm(word, 0, 0x1111),
+                                                                  __byte_perm(word, 0, 0x2222), __byte_perm(word, 0, 0x3333));
     }
+    if (lane == 0) blocks[block] = make_uint2(__float_as_uint(q.scale * 0x1p-17f), static_cast<uint32_t>(q.sum));
   }
 };
 
 /* A lane's view of them. */
-template <bool Spread>
 class SharedActivations {
  public:
-  __device__ __forceinline__ SharedActivations(const SharedInputs<Spread>& from, const MatrixGeometry& geometry, uint32_t lane)
-      : bytes_(from.bytes + geometry.first_block * kBlockStages * SharedInputs<Spread>::kStageBytes + (lane / 4u % 2u) * 64u +
-               lane % 4u * 16u),
+  __device__ __forceinline__ SharedActivations(const SharedInputs& from, const MatrixGeometry& geometry, uint32_t lane)
+      : bytes_(from.bytes + geometry.first_block * kBlockStages * kSpreadStageBytes + (lane / 4u % 2u) * 64u + lane % 4u * 16u),
         blocks_(from.blocks + geometry.first_block) {}
   __device__ __forceinline__ void stage(Activations<1>& x) {
-    if constexpr (!Spread) {
-      const uint4 packed[1] = {*reinterpret_cast<const uint4*>(bytes_)};
-      x.spread(packed);
-    } else {
 #pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) {
-        const uint4 four = *reinterpret_cast<const uint4*>(bytes_ + i * 128u);
-        x.bytes[0][4 * i] = four.x;
-        x.bytes[0][4 * i + 1] = four.y;
-        x.bytes[0][4 * i + 2] = four.z;
-        x.bytes[0][4 * i + 3] = four.w;
-      }
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint4 four = *reinterpret_cast<const uint4*>(bytes_ + i * 128u);
+      x.bytes[0][4 * i] = four.x;
+      x.bytes[0][4 * i + 1] = four.y;
+      x.bytes[0][4 * i + 2] = four.z;
+      x.bytes[0][4 * i + 3] = four.w;
     }
-    bytes_ += SharedInputs<Spread>::kStageBytes;
+    bytes_ += kSpreadStageBytes;
   }
   __device__ __forceinline__ void block(float (&scale)[1], int32_t (&sum)[1]) {
     const uint2 next = *blocks_++;
@@ -242,9 +224,8 @@ __device__ __forceinline__ void store_row(float* sums, uint32_t warp, uint32_t l
 }
 
 /* Steps 1 to 3 of a half's projection, by its eight warps: four blocks of a warp are on their way at once. */
-template <bool Spread>
-__device__ __forceinline__ void quantise_row(const StepArgs& args, uint64_t record, uint32_t suh, const SharedInputs<Spread>& to,
-                                             uint32_t warp, uint32_t lane) {
+__device__ __forceinline__ void quantise_row(const StepArgs& args, uint64_t record, uint32_t suh, const SharedInputs& to, uint32_t warp,
+                                             uint32_t lane) {
   constexpr uint32_t kAtOnce = 4;
   const uint32_t blocks = args.shape.hidden / kBlock;
   for (uint32_t first = warp; first < blocks; first += kAtOnce * kWarps) {
@@ -265,7 +246,7 @@ __device__ __forceinline__ void quantise_row(const StepArgs& args, uint64_t reco
 #pragma unroll
     for (uint32_t i = 0; i < kAtOnce; ++i) {
       const QuantisedFour q = quantise(h[i]);
-      if (first + i * kWarps < blocks) to.store(args.shape.hidden, first + i * kWarps, q, lane);
+      if (first + i * kWarps < blocks) to.store(first + i * kWarps, q, lane);
     }
   }
 }
@@ -312,9 +293,9 @@ __device__ __forceinline__ void sum_row(const StepArgs& args, uint32_t present, 
 }
 
 /* Gate, up and the activation of one band of a pick, by the whole block. `ready` counts a pick's bands. */
-template <int K, bool Spread, typename Ring>
-__device__ __forceinline__ void one_row_inner(const StepArgs& args, const OneRowPicks& picks, Ring& ring, const MatrixGeometry& geometry,
-                                              uint32_t* ready, float* sums, const SharedInputs<Spread>& inputs) {
+template <int K>
+__device__ __forceinline__ void one_row_inner(const StepArgs& args, const OneRowPicks& picks, OneRowRing<K>& ring,
+                                              const MatrixGeometry& geometry, uint32_t* ready, float* sums, const SharedInputs& inputs) {
   const MoeExpertShape& s = args.shape;
   const uint32_t lane = threadIdx.x % 32u, half = threadIdx.x / kThreads, warp = threadIdx.x / 32u % kWarps;
   const uint32_t run = args.inner_bands.divide(blockIdx.x), band = blockIdx.x - run * args.inner_bands.divisor;
@@ -329,9 +310,9 @@ __device__ __forceinline__ void one_row_inner(const StepArgs& args, const OneRow
     down_suh = raw_part(record, s.down_suh, column);
   }
   half_barrier(half);
-  SharedActivations<Spread> stream(inputs, geometry, lane);
+  SharedActivations stream(inputs, geometry, lane);
   float z[kWarpTiles][1][2];
-  multiply_group<K, 1, true>(ring, stream, geometry.num_blocks, args.powers, lane, z);
+  multiply_group<K, 1>(ring, stream, geometry.num_blocks, args.powers, lane, z);
   store_row(sums + half * (kGroups * kBlock), warp, lane, z);
   __syncthreads();
   if (threadIdx.x >= 32u) return;
@@ -348,17 +329,15 @@ __device__ __forceinline__ void one_row_inner(const StepArgs& args, const OneRow
 
 /* Needs: one row, gate and up and down of K bits, at least as many multiprocessors as top_k x (inter / 128), and groups of blocks that are
  * not empty. inner_arrivals [pick] counts a pick's bands, outer_arrivals [band] its picks, the word behind them the items of down. */
-template <int K, bool Wide, bool Spread>
+template <int K>
 __global__ void __launch_bounds__(kOneRowThreads, 1) one_row_step(const __grid_constant__ StepArgs args) {
   extern __shared__ __align__(128) uint8_t memory[];
   const uint32_t lane = threadIdx.x % 32u, half = threadIdx.x / kThreads, warp = threadIdx.x / 32u % kWarps;
-  constexpr uint32_t kStages = one_row_stages(K, Wide, Spread);
-  using Ring = OneRowRing<K, kStages, Wide>;
-  float* sums = reinterpret_cast<float*>(memory + kHalves * kWarps * kStages * Ring::kStageBytes);
+  constexpr uint32_t kRingBytes = kOneRowStages * one_row_stage_bytes(K);
+  float* sums = reinterpret_cast<float*>(memory + kHalves * kWarps * kRingBytes);
   uint8_t* bytes = reinterpret_cast<uint8_t*>(sums + 3u * kHalves * kGroups * kBlock);
-  uint2* blocks = reinterpret_cast<uint2*>(bytes + kHalves * one_row_input_bytes(args.shape.hidden, Spread));
-  const SharedInputs<Spread> inputs = {bytes + half * one_row_input_bytes(args.shape.hidden, Spread),
-                                       blocks + half * (args.shape.hidden / kBlock)};
+  uint2* blocks = reinterpret_cast<uint2*>(bytes + kHalves * one_row_input_bytes(args.shape.hidden));
+  const SharedInputs inputs = {bytes + half * one_row_input_bytes(args.shape.hidden), blocks + half * (args.shape.hidden / kBlock)};
   const MatrixGeometry inner(args.shape.hidden, args.shape.inter, K, warp / kColumnWarps);
   const MatrixGeometry outer(args.shape.inter, args.shape.hidden, K, warp / kColumnWarps);
   wait_for_previous_kernels();
@@ -371,7 +350,7 @@ __global__ void __launch_bounds__(kOneRowThreads, 1) one_row_step(const __grid_c
     }
     return;
   }
-  Ring ring(memory + (half * kWarps + warp) * kStages * Ring::kStageBytes, args, picks, inner, outer, lane, half, warp % kColumnWarps);
+  OneRowRing<K> ring(memory + (half * kWarps + warp) * kRingBytes, args, picks, inner, outer, lane, half, warp % kColumnWarps);
   uint32_t* ready = args.work.inner_arrivals;
   const uint32_t inner_bands = args.inner_bands.divisor, outer_bands = args.outer_bands.divisor;
   if (blockIdx.x < picks.count * inner_bands) one_row_inner<K>(args, picks, ring, inner, ready, sums, inputs);
@@ -390,7 +369,7 @@ __global__ void __launch_bounds__(kOneRowThreads, 1) one_row_step(const __grid_c
     wait_for_count(ready + pick, inner_bands, lane);
     ActivationStream<1> stream(args.work.inner_rows, outer, 1, [&](uint32_t) { return pick; }, lane);
     float z[kWarpTiles][1][2];
-    multiply_group<K, 1, true>(ring, stream, outer.num_blocks, args.powers, lane, z);
+    multiply_group<K, 1>(ring, stream, outer.num_blocks, args.powers, lane, z);
     store_row(own, warp, lane, z);
     half_barrier(half);
     if (warp == 0) {

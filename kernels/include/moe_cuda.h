@@ -25,7 +25,13 @@ enum MoeCudaFlags {
   MOE_CUDA_SERIAL = 1,
   /* The stream's last operation before this step is a kernel (or nothing): the step's launch may be prepared while it ends. What it wrote
    * is waited for all the same. */
-  MOE_CUDA_AFTER_KERNEL = 2
+  MOE_CUDA_AFTER_KERNEL = 2,
+  /* Every pick with a valid number is expected to be computed here: no other lane takes part in the step. This says which kernels are
+   * quicker, never what the result is. A step of one row then runs as one launch instead of three, where the handle has that: compute
+   * capability 9.x to 11.x, gate, up and down of one K, hidden and inter multiples of 512, top_k * inter / 128 no more than the device's
+   * multiprocessors. One launch has a multiprocessor for each band of each pick; three share them out anew, which pays when picks are
+   * elsewhere. */
+  MOE_CUDA_ALL_HERE = 4
 };
 
 /* One decode step of one MoE layer: `rows` tokens, top_k picks each. Pick p = row * top_k + slot belongs to expert selected[p].
@@ -108,7 +114,7 @@ MOE_API int moe_cuda_spin_rounds(uint32_t* request, const uint32_t* reply, uint6
                                  uint32_t rounds, uint64_t limit_ns, void* stream);
 MOE_API int moe_cuda_stamp(uint64_t* ns, uint32_t* word, uint32_t value, void* stream);
 MOE_API int moe_cuda_answer_rounds(const uint32_t* request, uint32_t* reply, uint32_t first, uint32_t rounds, uint64_t limit_ns);
-/* What the handle runs with: device name, blocks per multiprocessor, scratch bytes. Owned by the handle. */
+/* What the handle runs with: device name, blocks per multiprocessor, launches of a step of one row, scratch bytes. Owned by the handle. */
 MOE_API const char* moe_cuda_describe(const MoeCudaExperts* experts);
 MOE_API const char* moe_cuda_last_error(void);
 MOE_API uint32_t moe_cuda_arithmetic_version(void);

@@ -19,7 +19,7 @@ MAX_TOP_K = 16
 
 DTYPE_F32, DTYPE_F16 = 0, 1
 INDEX_I32, INDEX_I64 = 0, 1
-FLAG_SERIAL, FLAG_AFTER_KERNEL = 1, 2
+FLAG_SERIAL, FLAG_AFTER_KERNEL, FLAG_ALL_HERE = 1, 2, 4
 
 
 class StepArguments(ctypes.Structure):
@@ -122,7 +122,7 @@ class CudaExperts:
 
     @property
     def description(self) -> str:
-        """Device, blocks per multiprocessor, scratch memory."""
+        """Device, blocks per multiprocessor, launches for one row, scratch memory."""
         text: bytes = self._library.moe_cuda_describe(self._open())
         return text.decode()
 
@@ -137,6 +137,7 @@ class CudaExperts:
         x_dtype: int = DTYPE_F16,
         serial: bool = False,
         after_kernel: bool = False,
+        all_here: bool = False,
         stream: int = 0,
     ) -> None:
         """Enqueues one step. All addresses are device addresses, 16-byte aligned.
@@ -144,7 +145,8 @@ class CudaExperts:
         x: fp16 or fp32 [rows, hidden]. y: fp32 [rows * top_k, hidden], one unweighted row per computed pick. out: fp32 [rows, hidden], the
         weighted sum over ascending slots, then plus shared (fp32 [rows, hidden]). At least one of y and out.
         serial: no kernel begins before the one before it has ended. after_kernel: the stream's last operation is a kernel, so that the
-        step's launch may be prepared while it ends. stream: cudaStream_t as an integer.
+        step's launch may be prepared while it ends. all_here: no other lane takes part in the step, which lets one row run as one launch;
+        the bits are the same. stream: cudaStream_t as an integer.
         Raises ValueError naming the argument; RuntimeError is left to the stream, where an error of the device shows up.
         """
         step = StepArguments(
@@ -161,7 +163,7 @@ class CudaExperts:
             x_dtype=x_dtype,
             selected_type=routing.selected_type,
             weights_dtype=routing.weights_dtype,
-            flags=(FLAG_SERIAL if serial else 0) | (FLAG_AFTER_KERNEL if after_kernel else 0),
+            flags=FLAG_SERIAL * serial | FLAG_AFTER_KERNEL * after_kernel | FLAG_ALL_HERE * all_here,
         )
         if self._library.moe_cuda_run(self._open(), ctypes.byref(step), stream) != 0:
             raise ValueError(self._library.moe_cuda_last_error().decode())

@@ -153,7 +153,13 @@ class DeviceLayer:
         ), [table, selected, weights]
 
     def run(
-        self, step: Step, *, serial: bool = False, after_kernel: bool = False, selected_type: int = cuda_expert.INDEX_I64
+        self,
+        step: Step,
+        *,
+        serial: bool = False,
+        after_kernel: bool = False,
+        all_here: bool = False,
+        selected_type: int = cuda_expert.INDEX_I64,
     ) -> tuple[Floats, Floats]:
         """(rows [rows * top_k, hidden], sum [rows, hidden]). Rows that the kernel does not write are NaN."""
         routing, keep = self.routing(step, selected_type)
@@ -170,6 +176,7 @@ class DeviceLayer:
             x_dtype=cuda_expert.DTYPE_F16 if step.x.dtype == np.float16 else cuda_expert.DTYPE_F32,
             serial=serial,
             after_kernel=after_kernel,
+            all_here=all_here,
             stream=torch.cuda.current_stream().cuda_stream,
         )
         torch.cuda.synchronize()

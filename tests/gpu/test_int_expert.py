@@ -45,9 +45,9 @@ def test_golden_cases(case: Case) -> None:
     shape, record, x = build(case)
     for mapped in (False, True):
         layer = DeviceLayer(shape, record[None], mapped=mapped)
-        y, _ = layer.run(one_expert_step(x))
+        found = [layer.run(one_expert_step(x), all_here=all_here)[0] for all_here in (False, True)]
         layer.close()
-        assert digest(y) == GOLDEN[case.name]["y"]
+        assert [digest(y) for y in found] == [GOLDEN[case.name]["y"]] * 2
 
 
 def test_enough_golden_cases_are_supported() -> None:
@@ -73,7 +73,7 @@ STEPS_PER_SHAPE = 180
 
 @pytest.mark.parametrize("name", [name for name, _ in SHAPES])
 def test_random_layer_steps(pool: ExpertPool, name: str) -> None:
-    """Random routings of 1 to 8 rows, masked and invalid picks, both orders of launches: rows and sums have the CPU kernel's bits."""
+    """Random routings of 1 to 8 rows, masked and invalid picks, all ways of launching: rows and sums have the CPU kernel's bits."""
     settings = dict(SHAPES)[name]
     shape = ExpertShape.create(settings.pop("hidden"), settings.pop("inter"), settings.pop("bits"), **settings)
     generator = np.random.default_rng(len(name))
@@ -85,12 +85,60 @@ def test_random_layer_steps(pool: ExpertPool, name: str) -> None:
         narrow = i % 7 == 0 and not (step.selected > 1 << 30).any()
         index_type = cuda_expert.INDEX_I32 if narrow else cuda_expert.INDEX_I64
         # The buffers of a step are filled by kernels right before it, so after_kernel holds.
-        found_y, found_out = layer.run(step, serial=i % 4 == 0, after_kernel=i % 4 == 1, selected_type=index_type)
+        found_y, found_out = layer.run(step, serial=i % 4 == 0, after_kernel=i % 4 == 1, all_here=i % 3 == 1, selected_type=index_type)
         y = expected_rows(pool, shape, records, step)
         active = step.active()
         assert differing(found_y[active], y[active]) == 0, i
         assert np.isnan(found_y[~active]).all(), i
         assert differing(found_out, expected_out(step, y)) == 0, i
+    layer.close()
+
+
+ONE_ROW_SHAPES = [
+    ("k 2", {"hidden": 512, "inter": 512, "bits": 2, "act_limit": 10.0}),
+    ("k 3", {"hidden": 1024, "inter": 1536, "bits": 3, "activation": Activation.GELU}),
+    ("k 4 with biases", {"hidden": 512, "inter": 1024, "bits": 4, "has_bias": True, "activation": Activation.SWIGLU_OAI, "act_limit": 7.0}),
+    ("k 3 wide", {"hidden": 2560, "inter": 512, "bits": 3}),
+    ("mixed k", {"hidden": 512, "inter": 512, "bits": (3, 3, 4)}),
+    ("gateless", {"hidden": 512, "inter": 512, "bits": 3, "activation": Activation.RELU2, "gateless": True}),
+    ("odd size", {"hidden": 384, "inter": 640, "bits": 3}),
+]
+THREE_LAUNCHES_ALONE = {"mixed k", "gateless", "odd size"}
+ONE_ROW_STEPS = 120
+
+
+def check_launches(layer: DeviceLayer, one: bool) -> None:
+    """Steps of one row have a launch of their own exactly where the shape and the device allow it."""
+    major, _ = torch.cuda.get_device_capability()
+    assert ("one launch for one row" in layer.experts.description) == (one and 9 <= major < 12), layer.experts.description
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["vram", "mapped"])
+@pytest.mark.parametrize("name", [name for name, _ in ONE_ROW_SHAPES])
+def test_one_row_has_the_same_bits_with_another_lane_and_without(pool: ExpertPool, name: str, mapped: bool) -> None:
+    """Rows and sum of one launch and of three are the CPU kernel's: all, some or no picks here, invalid ones, an expert twice."""
+    settings = dict(ONE_ROW_SHAPES)[name]
+    shape = ExpertShape.create(settings.pop("hidden"), settings.pop("inter"), settings.pop("bits"), **settings)
+    records = make_records(shape, 16, seed=len(name))
+    layer = DeviceLayer(shape, records, mapped=mapped)
+    check_launches(layer, name not in THREE_LAUNCHES_ALONE)
+    generator = np.random.default_rng(len(name) + mapped)
+    computed = set()
+    for i in range(ONE_ROW_STEPS // (4 if mapped else 1)):
+        top_k = int(generator.integers(1, 17)) if i % 4 == 3 else 8
+        absent = 1.0 if i % 16 == 7 else 0.4 if i % 2 else 0.0
+        step = random_step(generator, shape.hidden, 16, 1, top_k, absent=absent, odd=0.2 if i % 5 == 0 else 0.0)
+        if i % 11 == 5:
+            step.selected[0, -1] = step.selected[0, 0]
+        y, active = expected_rows(pool, shape, records, step), step.active()
+        out = expected_out(step, y)
+        computed.add(int(active.sum()))
+        for all_here in (False, True, True):  # a step leaves the counters as the next one of either kind needs them
+            found_y, found_out = layer.run(step, serial=i % 4 == 0, after_kernel=i % 4 == 1, all_here=all_here)
+            assert differing(found_y[active], y[active]) == 0, (i, all_here)
+            assert np.isnan(found_y[~active]).all(), (i, all_here)
+            assert differing(found_out, out) == 0, (i, all_here)
+    assert {0, 8} <= computed
     layer.close()
 
 
@@ -101,13 +149,15 @@ def test_layer_steps_of_the_real_size(pool: ExpertPool, bits: int, mapped: bool)
     shape = ExpertShape.create(4096, 2048, bits, act_limit=10.0)
     records = make_records(shape, 16, seed=bits)
     layer = DeviceLayer(shape, records, mapped=mapped)
+    check_launches(layer, True)
     generator = np.random.default_rng(bits)
     for rows in range(1, 9):
         step = random_step(generator, 4096, 16, rows, 8)
-        found_y, found_out = layer.run(step)
         y = expected_rows(pool, shape, records, step)
-        assert differing(found_y, y) == 0
-        assert differing(found_out, expected_out(step, y)) == 0
+        for all_here in (False, True):
+            found_y, found_out = layer.run(step, all_here=all_here)
+            assert differing(found_y, y) == 0
+            assert differing(found_out, expected_out(step, y)) == 0
     layer.close()
 
 
@@ -153,6 +203,44 @@ def test_a_graph_reads_what_its_addresses_hold_then(pool: ExpertPool) -> None:
         torch.cuda.synchronize()
         y = expected_rows(pool, shape, records, step)
         assert differing(out.cpu().numpy(), expected_out(step, y)) == 0
+    del graph
+    layer.close()
+
+
+def test_steps_of_one_row_follow_each_other_in_a_graph(pool: ExpertPool) -> None:
+    """One launch and three in turns, each prepared while the one before ends: each replay has the bits of the picks that it finds."""
+    shape = ExpertShape.create(1024, 512, 3, act_limit=10.0)
+    records = make_records(shape, 12, seed=10)
+    layer = DeviceLayer(shape, records)
+    check_launches(layer, True)
+    generator = np.random.default_rng(5)
+    steps = [random_step(generator, 1024, 12, 1, 8, absent=(0.0, 0.5, 1.0)[i % 3], odd=0.1) for i in range(30)]
+    steps = [Step(step.x.astype(np.float16), step.selected, step.weights.astype(np.float16), step.here) for step in steps]
+    routing, (table, selected, weights) = layer.routing(steps[0])
+    x = torch.from_numpy(steps[0].x).cuda()
+    order = (True, True, False, True, False, False, True)
+    sums = torch.zeros((len(order), 1024), device="cuda")
+    rows = torch.zeros((8, 1024), device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        layer.experts.run(routing, x.data_ptr(), y=rows.data_ptr(), all_here=True, stream=stream)
+        for out, all_here in zip(sums, order, strict=True):
+            layer.experts.run(routing, x.data_ptr(), out=out.data_ptr(), after_kernel=True, all_here=all_here, stream=stream)
+    for step in steps:
+        table.copy_(torch.where(torch.from_numpy(step.here).cuda(), layer.addresses, 0))
+        selected.copy_(torch.from_numpy(step.selected))
+        weights.copy_(torch.from_numpy(step.weights))
+        x.copy_(torch.from_numpy(step.x))
+        sums.fill_(float("nan"))
+        rows.fill_(float("nan"))
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        y, active = expected_rows(pool, shape, records, step), step.active()
+        expected = np.repeat(expected_out(step, y), len(order), axis=0)
+        assert differing(sums.cpu().numpy(), expected) == 0
+        assert differing(rows.cpu().numpy()[active], y[active]) == 0
     del graph
     layer.close()
 

@@ -177,6 +177,8 @@ class FastKernels:
 
     def _step(self, a: Any, shape: ExpertShape) -> None:
         assert (a.x_dtype, a.selected_type, a.weights_dtype) == (cuda_expert.DTYPE_F16, cuda_expert.INDEX_I64, cuda_expert.DTYPE_F16)
+        all_here = bool(a.flags & cuda_expert.FLAG_ALL_HERE)
+        assert all_here == bool(a.out)  # rows are asked for when the lane may have taken picks, and only then
         picks = a.rows * a.top_k
         selected, records = array(a.selected, np.int64, picks), array(a.records, np.uint64, a.num_experts)
         x = array(a.x, np.float16, a.rows, shape.hidden)
@@ -184,7 +186,10 @@ class FastKernels:
         y[:] = np.nan  # what is not computed here must not be read
         tasks = []
         for pick, expert in enumerate(selected.tolist()):
-            if not 0 <= expert < a.num_experts or not records[expert]:
+            if not 0 <= expert < a.num_experts:
+                continue
+            assert records[expert] or not all_here
+            if not records[expert]:
                 continue
             record = array(int(records[expert]), np.uint8, shape.record_bytes)
             tasks.append(ExpertTask(shape, record, x, y, np.array([pick // a.top_k], np.uint32), np.array([pick], np.uint32)))

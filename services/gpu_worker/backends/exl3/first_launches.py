@@ -47,10 +47,10 @@ class FirstLaunches:
         cuda_expert.combine(routing, self._hidden, self._y.data_ptr(), self._out.data_ptr(), stream=self._stream)
 
     def run(self, kernels: CudaExperts) -> None:
-        """Every kernel of a handle: few and many rows, rows alone and their sum. No record is read."""
+        """Every kernel of a handle: few and many rows, with another lane (rows alone) and without (their sum). No record is read."""
         for rows in sorted({1, self._rows}):
-            for result in ({"out": self._out.data_ptr()}, {"y": self._y.data_ptr()}):
-                kernels.run(self._routing(rows), self._x.data_ptr(), stream=self._stream, **result)
+            kernels.run(self._routing(rows), self._x.data_ptr(), out=self._out.data_ptr(), all_here=True, stream=self._stream)
+            kernels.run(self._routing(rows), self._x.data_ptr(), y=self._y.data_ptr(), stream=self._stream)
         torch.cuda.synchronize(self._y.device)
 
     def time(self, kernels: CudaExperts, slots: Sequence[int]) -> tuple[float, float]:
