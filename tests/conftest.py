@@ -68,7 +68,7 @@ _TURNS = pytest.StashKey[Turns]()
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """A test of several processes' run waits for its turn, outside its own time limit."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not hasattr(item.config, "workerinput"):  # the variable PYTEST_XDIST_WORKER is there for a run that a test starts, too
         return (yield)
     if _TURNS not in item.config.stash:
         # A test process's folder lies in that of the whole run.
