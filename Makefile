@@ -26,7 +26,7 @@ test: setup-dev lint ## Set everything up, then lint, type-check and run every t
 	$(PY) -m pytest -n $(TEST_PROCESSES) --dist loadfile -m "not containers" $(PYTEST_ARGS)
 
 test-deploy: setup-dev .state/debian-deploy ## Build the images and run the compose stack for real (root; podman, runc and mmdebstrap are installed)
-	nice -n 10 $(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
+	$(PY) -m pytest -m containers tests/deploy $(PYTEST_ARGS)
 
 test-gpu: setup-dev ## Run the tests that need an NVIDIA GPU with exllamav3
 	scripts/install.sh --gpu # the other tests' torch may have taken the place of the one that exllamav3 needs
