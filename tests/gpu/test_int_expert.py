@@ -117,8 +117,7 @@ def check_launches(layer: DeviceLayer, one: bool) -> None:
 @pytest.mark.parametrize("name", [name for name, _ in ONE_ROW_SHAPES])
 def test_one_row_has_the_same_bits_with_another_lane_and_without(pool: ExpertPool, name: str, mapped: bool) -> None:
     """Rows and sum of one launch and of three are the CPU kernel's: all, some or no picks here, invalid ones, an expert twice."""
-    settings = dict(ONE_ROW_SHAPES)[name]
-    shape = ExpertShape.create(settings.pop("hidden"), settings.pop("inter"), settings.pop("bits"), **settings)
+    shape = ExpertShape.create(**dict(ONE_ROW_SHAPES)[name])
     records = make_records(shape, 16, seed=len(name))
     layer = DeviceLayer(shape, records, mapped=mapped)
     check_launches(layer, name not in THREE_LAUNCHES_ALONE)
