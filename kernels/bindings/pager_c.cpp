@@ -151,6 +151,13 @@ int glm53_pager_hint(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t 
   });
 }
 
+int glm53_pager_catch_up(Glm53Pager* pager, uint64_t timeout_ns) {
+  return guarded(-1, [&] {
+    pager->impl.catch_up(0, timeout_ns);
+    return 0;
+  });
+}
+
 int glm53_pager_hints(Glm53Pager* pager, uint64_t counters[6]) {
   return guarded(-1, [&] {
     pager->impl.hint_stats(counters);

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "cuda/device_driver.h"
 #include "tier/error.h"
@@ -14,6 +15,9 @@ constexpr uint64_t kNoPass = ~UINT64_C(0);
 constexpr uint64_t kNeverOver = ~UINT64_C(0);
 constexpr int64_t kSpinNs = 2'000'000;  // after a step
 constexpr uint64_t kIdleNs = 50'000'000;
+constexpr uint64_t kBehindNs = 60'000'000'000;  // how long a step may take that the host waits for: many, and a prefill before them
+constexpr int64_t kCatchUpSpinNs = 20'000;
+constexpr auto kCatchUpSleep = std::chrono::microseconds(50);
 constexpr uint64_t kStopNs = 5'000'000'000;  // how long a stop waits for a device that was told to ask
 
 }  // namespace
@@ -54,13 +58,29 @@ DevicePager::~DevicePager() {
 uint64_t DevicePager::enter(uint32_t layer, uint32_t rows, bool with_x) {
   require(layer < spec_.num_layers, "layer: out of range");
   require(rows >= 1 && rows <= spec_.max_rows, "rows: out of range");
-  if (enqueued_ - served_.load(std::memory_order_acquire) >= kRing) throw Error(GLM53_TIMEOUT, "the host is too far ahead of the device");
+  catch_up(kMostAhead - 1, kBehindNs);
   const uint64_t number = ++enqueued_;
   ring_[number % kRing] = {layer, rows, with_x};
   if (hints_ != nullptr) hints_->given[number % kRing].store(0, std::memory_order_relaxed);
   // Armed before the device is told: if enqueuing breaks half way the thread must not sleep through what was enqueued.
   armed_.post(number);
   return number;
+}
+
+void DevicePager::catch_up(uint32_t most, uint64_t timeout_ns) {
+  const auto behind = [&] { return enqueued_ - served_.load(std::memory_order_acquire); };
+  if (behind() <= most) return;
+  const uint64_t deadline_ns = abi_now_ns() + timeout_ns;
+  Spinner spinner(kCatchUpSpinNs);
+  while (behind() > most) {
+    if (spinner.spin()) continue;
+    if (abi_now_ns() > deadline_ns) {
+      throw Error(GLM53_TIMEOUT,
+                  format("the device did not come to a decode step within %llu ms: %llu layers are unanswered",
+                         static_cast<unsigned long long>(timeout_ns / 1'000'000), static_cast<unsigned long long>(behind())));
+    }
+    std::this_thread::sleep_for(kCatchUpSleep);
+  }
 }
 
 void DevicePager::refuse(const char* what) {

@@ -14,6 +14,11 @@
 // Admission: a missing record takes a free slot, or the coldest record's if it is hotter; else one of the transit slots, for this step
 // alone; else it is read in place. If a copy cannot be enqueued the record is read in place too, so that every request is answered.
 //
+// How far the host may be ahead. A stream takes some thousand launches that wait; the next one blocks in the driver, with locks that the
+// pager's calls need too, and nobody would be left to let the device go on. A step of every layer is more than that, so the stepping thread
+// waits by itself when a few layers are unanswered. And what may make the host wait for the device inside the driver (a graph that is
+// captured, code that is loaded) is done with nothing unanswered: `catch_up` before it.
+//
 // Hints (device_hints.h) bring records of the next layer ahead of its request, while the copy engine has nothing else to do.
 //
 // `fast` (expert_pager.h, device_pager_fast.cpp) is the same with three differences. The kernels read `records`, one address an expert, so
@@ -91,6 +96,8 @@ class DevicePager {
   DevicePager& operator=(const DevicePager&) = delete;
 
   void step(uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+  // Waits until at most `most` steps are unanswered. What is answered needs nobody but the device. Throws kTimeout.
+  void catch_up(uint32_t most, uint64_t timeout_ns);
   void ask(uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
   void wait(void* stream);
   void hint(uint32_t layer, uint32_t rows, uint64_t ids, uint32_t width, void* stream);
@@ -110,7 +117,8 @@ class DevicePager {
   void hint_stats(uint64_t counters[6]);
 
  private:
-  static constexpr uint32_t kRing = 1024;           // steps that the host may be ahead of the device
+  static constexpr uint32_t kRing = 1024;
+  static constexpr uint32_t kMostAhead = 12;        // steps that wait for an answer while another is enqueued: up to 50 launches each
   static constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
   static constexpr uint32_t kWriteDefault = 0;
   static constexpr uint32_t kRequest = 0, kScratch = 16, kReply = 32, kLaneReply = 48, kHint = 56, kHintLanded = 60;

@@ -98,7 +98,8 @@ enum PagerPlacement {
 ABI_API Glm53Pager* glm53_pager_create(const PagerSpec* spec);
 /* The same for `fast`; glm53_pager_step is then not to be called. */
 ABI_API Glm53Pager* glm53_pager_create_fast(const PagerSpec* spec, const PagerFast* fast);
-/* The two halves of a `fast` step, so that the caller can enqueue work in between that needs no expert. Never wait themselves.
+/* The two halves of a `fast` step, so that the caller can enqueue work in between that needs no expert. publish waits only
+ * while many steps are unanswered.
  * selected: device, int64 [rows][top_k]; x: device, fp16 [rows][hidden]; both must keep their values until the step is over. */
 ABI_API int glm53_pager_publish(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, uint64_t x, void* stream);
 /* weights: device, fp16 [rows][top_k]; shared: device, float [rows][hidden], added after the picks, or 0; out: device, float
@@ -109,8 +110,12 @@ ABI_API int glm53_pager_force(Glm53Pager* pager, uint32_t placement, uint64_t se
 ABI_API int glm53_pager_lane_up(const Glm53Pager* pager);
 /* JSON, valid until the next call on this thread. */
 ABI_API const char* glm53_pager_fast_stats(Glm53Pager* pager);
-/* Enqueues on `stream`: the copy of `selected` (device, int64 [rows][top_k]), the request, the wait. Never waits itself. */
+/* Enqueues on `stream`: the copy of `selected` (device, int64 [rows][top_k]), the request, the wait. Waits itself only while
+ * many steps are unanswered: the driver would, with its locks. */
 ABI_API int glm53_pager_step(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
+/* Waits, with the stepping thread, until every step that was enqueued is answered: the device needs nobody any more to come to its end. To
+ * be called before what may wait for the device in the driver. -1 with GLM53_TIMEOUT when the device does not come to a step. */
+ABI_API int glm53_pager_catch_up(Glm53Pager* pager, uint64_t timeout_ns);
 /* The two halves of a step: the copy and the request, then the wait. */
 ABI_API int glm53_pager_ask(Glm53Pager* pager, uint32_t layer, uint32_t rows, uint64_t selected, void* stream);
 ABI_API int glm53_pager_wait(Glm53Pager* pager, void* stream);

@@ -14,6 +14,7 @@ from kernels.python.errors import raise_last
 
 WORDS_BYTES = 256
 HINT_WIDTH = 16  # most ids of a row of a hint
+CATCH_UP_S = 60.0  # for the device to come to a decode step; a prefill may be before it
 
 
 class PagerDriver(ctypes.Structure):
@@ -158,6 +159,13 @@ class Pager:
         """The second half of `step`. Raises ValueError when no step was asked for."""
         self._done(self._library.glm53_pager_wait(self._pointer, stream))
 
+    def catch_up(self, timeout_s: float = CATCH_UP_S) -> None:
+        """Waits until every step that was enqueued is answered: from then on the device needs nobody to come to its end.
+
+        In the stepping thread, before anything that may wait for the device inside the driver. Raises TierTimeout.
+        """
+        self._done(self._library.glm53_pager_catch_up(self._pointer, round(timeout_s * 1e9)))
+
     def hint(self, layer: int, rows: int, ids: int, width: int, stream: int) -> None:
         """Says what `layer` will probably pick, while the device waits in the step of the layer before. It moves bytes only.
 
@@ -276,6 +284,7 @@ def load() -> Any:
             "glm53_pager_step": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
             "glm53_pager_ask": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
             "glm53_pager_wait": ([pointer, pointer], ctypes.c_int),
+            "glm53_pager_catch_up": ([pointer, u64], ctypes.c_int),
             "glm53_pager_hint": ([pointer, u32, u32, u64, u32, pointer], ctypes.c_int),
             "glm53_pager_hints": ([pointer, pointer], ctypes.c_int),
             "glm53_pager_create_fast": ([pointer, pointer], pointer),

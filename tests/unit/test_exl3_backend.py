@@ -14,6 +14,7 @@ from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
+from services.gpu_worker.backends.exl3.first_uses import CAREFUL
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
 from services.gpu_worker.patches.replace import Replacements
 from tests.worker.harness import until
@@ -68,6 +69,10 @@ class FakeExperts:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.careful: list[bool] = []
+
+    def layer_by_layer(self, wanted: bool) -> None:
+        self.careful.append(wanted)
 
     def begin_prefill(self, rows: int) -> None:
         self.events.append(rows)
@@ -124,6 +129,22 @@ def test_a_prompt_and_its_answer_go_through_pages_and_positions(made: Any) -> No
     assert second["block_table"].tolist() == [[0, 1]]
     assert second["cache_seqlens"].tolist() == [3]
     assert experts.events == [3, "between", 300, "between"]
+
+
+def test_the_first_passes_of_a_shape_run_layer_by_layer(made: Any) -> None:
+    """Decode steps and prompts as short as one, for each number of streams and each size of context anew; longer prompts ask nobody."""
+    backend, _, _, experts = made
+    one, other = backend.open_stream(), backend.open_stream()
+    backend.prefill(one, [i % 9 for i in range(64)], all_logits=False)
+    assert experts.careful == []
+    backend.prefill(other, [1, 2, 3, 4, 5, 6, 7, 8], all_logits=False)
+    assert experts.careful == [True]
+    for _ in range(64 + 1):
+        backend.decode([one], [1])
+    # From 64 tokens on, and from 128.
+    assert experts.careful[1:] == [True] * CAREFUL + [False] * (64 - CAREFUL) + [True]
+    backend.decode([one, other], [1, 1])
+    assert experts.careful[-1]
 
 
 def test_scores_come_for_every_position_in_bounded_pieces(made: Any) -> None:

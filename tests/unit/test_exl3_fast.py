@@ -200,6 +200,23 @@ def test_a_hint_follows_the_shared_expert(made: Stage, shared_inside: bool, monk
     world.store.close()
 
 
+def test_layer_by_layer_a_step_is_answered_behind_its_second_half(made: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for every layer, when all of it is enqueued; not where nobody wants it."""
+    world = World(made, 9, lane=False)
+    pager: Any = world.store._fast._pager  # type: ignore[union-attr]
+    calls: list[str] = []
+    for name in ("publish", "finish", "catch_up"):
+        real = getattr(pager, name)
+        monkeypatch.setattr(pager, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1], raising=False)
+    world.store.layer_by_layer(True)
+    world.decode()
+    assert calls == ["publish", "finish", "catch_up"] * LAYERS
+    world.store.layer_by_layer(False)
+    world.decode()
+    assert calls[3 * LAYERS :] == ["publish", "finish"] * LAYERS
+    world.store.close()
+
+
 def test_the_cpu_lane_computes_picks_and_leaves_no_segment(made: Stage) -> None:
     """A real cpu_expert, random placements; at its end the store takes the control region with it."""
     with cpu_expert(made):

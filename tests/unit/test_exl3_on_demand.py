@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.python.errors import TierTimeout
 from kernels.python.pager import PagerDriver, PagerPolicy
 from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3 import on_demand
@@ -218,6 +219,29 @@ def test_a_hint_stands_between_the_halves_of_a_step(driver: ImmediateDriver, mon
         *(("ask", 2, 2, at, 1), ("guess", 2, 2), ("wait", 1)),
         *(("ask", 1, 2, at, 1), ("guess", 1, 2), ("wait", 1)),
     ]
+
+
+def test_layer_by_layer_every_step_is_answered_before_the_next_call(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the wait, for as long as it is wanted; a device that does not come is a lost one."""
+    calls: list[Any] = []
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly(calls))
+    world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
+    picks = torch.tensor([[0, 1, 2, 3]])
+    world.store.layer_by_layer(True)
+    world.store.before_experts(0, 1, picks)
+    world.store.hint_from(lambda _layer, _rows: None)
+    world.store.before_experts(1, 1, picks)
+    world.store.layer_by_layer(False)
+    world.store.before_experts(2, 1, picks)
+    assert [call[0] for call in calls] == ["step", "catch_up", "ask", "wait", "catch_up", "ask", "wait"]
+
+    def late() -> None:
+        raise TierTimeout("the device did not come")
+
+    world.store.layer_by_layer(True)
+    monkeypatch.setattr(world.store._on_demand._pager, "catch_up", late, raising=False)  # type: ignore[union-attr]
+    with pytest.raises(BackendLostError, match="the device did not come"):
+        world.store.before_experts(0, 1, picks)
 
 
 def test_a_store_that_can_use_no_hints_refuses_them(driver: ImmediateDriver) -> None:

@@ -19,6 +19,7 @@ from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
 from services.gpu_worker.backends.exl3 import joined
 from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertStore
+from services.gpu_worker.backends.exl3.first_uses import FirstUses
 from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.pass_lock import PassLock
@@ -132,6 +133,7 @@ class Exl3Backend:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._logits = torch.empty((info.max_streams, info.vocab_size), dtype=torch.float32, pin_memory=True)
         self._passes = PassLock()
+        self._first_uses = FirstUses()
         self.check: ArenaCheck | None = None  # of a re-attached arena
         self._staging: dict[tuple[str, int], tuple[torch.Tensor, NDArray[Any]]] = {}
 
@@ -278,6 +280,8 @@ class Exl3Backend:
         part = self._part(stream, stream.length, token_ids, rows)
         if len(token_ids) > 1:
             self.experts.begin_prefill(len(token_ids))
+        if len(token_ids) <= DECODE_ROWS:
+            self._go_carefully(1, len(token_ids), stream.length, len(part.params["block_table"][0]))
         logits = self._model.forward(part.ids, part.params)
         stream.length += len(token_ids)
         result: Logits = logits[0, -rows:, : self.info.vocab_size].float().cpu().numpy()
@@ -323,7 +327,9 @@ class Exl3Backend:
         }
         if rows <= decode_blocks.MAX_ROWS:
             params[decode_blocks.DECODE] = rows
-        if rows > DECODE_ROWS:
+        if rows <= DECODE_ROWS:
+            self._go_carefully(rows, 1, max(stream.length for stream in batch), width)
+        else:
             # The experts are computed as a prefill's. Not announced it could be taken for a further part of a pass that broke off.
             self.experts.begin_prefill(rows)
         logits = self._model.forward(ids, params)
@@ -336,6 +342,10 @@ class Exl3Backend:
         result: Logits = out.numpy().copy()
         self.experts.between_passes()
         return result
+
+    def _go_carefully(self, streams: int, tokens: int, length: int, width: int) -> None:
+        """The first passes of a shape, which is as `FirstUses` has it, run layer by layer."""
+        self.experts.layer_by_layer(self._first_uses.is_first(streams, tokens, length, -(-width // _TABLE_STEP)))
 
     def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, NDArray[Any]]:
         """A pinned buffer that is used again, and the same memory for the host to write; the step before has been waited for."""

@@ -170,6 +170,11 @@ class ExpertStore:
         """What runs a decode step of the layer: exllamav3's own kernels, or in `fast` ours."""
         return stock if self._fast is None else self._fast.decode_step(layer, stock)
 
+    def layer_by_layer(self, wanted: bool) -> None:
+        """From the next decode step on: whether every layer is answered before anything behind it is enqueued (`OnDemand`)."""
+        if self._on_demand is not None:
+            self._on_demand.layer_by_layer = wanted
+
     def hint_from(self, early: EarlyPicks) -> None:
         """Decode steps bring ahead what `early` guesses of the next layer's picks.
 

@@ -193,6 +193,7 @@ class FastSteps(OnDemand):
     def end(self, layer: int, weights: torch.Tensor, out: torch.Tensor, shared: int = 0) -> None:
         """Enqueues the second half: out gets the sum of all picks, plus what is at the device address `shared`."""
         self._pager.finish(layer, weights.shape[0], weights.data_ptr(), out.data_ptr(), shared=shared, stream=self._stream())
+        self._settle()
 
     def force(self, placement: Forced, seed: int = 0) -> None:
         """Tests and measurements: where picks are computed from the next step on."""

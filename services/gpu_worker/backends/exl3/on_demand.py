@@ -32,6 +32,11 @@ class OnDemand:
         top_k: picks of a row.
         copy_stream: where records are copied.
         policy: of the cache.
+
+    Attributes:
+        layer_by_layer: every layer of a decode step is answered before anything behind it is enqueued. For passes in which the forward
+            pass may wait for the device inside the driver, as it does where a kernel is used for the first time: the pager's calls can
+            need what such a wait holds.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class OnDemand:
         if policy is not None and policy.hint_records:
             self._hints = pinned_empty((records.num_layers, max_rows * HINT_WIDTH))
         self._early: EarlyPicks | None = None
+        self.layer_by_layer = False
         layout = PagerLayout(
             num_layers=records.num_layers,
             experts_per_layer=records.num_experts,
@@ -85,12 +91,26 @@ class OnDemand:
         stream = self._stream()
         if self._early is None:
             self._pager.step(layer, rows, selected.data_ptr(), stream)
+        else:
+            self._pager.ask(layer, rows, selected.data_ptr(), stream)
+            try:
+                self.hint(layer, rows, stream)
+            finally:
+                self._pager.wait(stream)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Layer by layer: the device does not wait for the pager any more when the next call comes.
+
+        Raises:
+            BackendLostError: the device does not come to the step.
+        """
+        if not self.layer_by_layer:
             return
-        self._pager.ask(layer, rows, selected.data_ptr(), stream)
         try:
-            self.hint(layer, rows, stream)
-        finally:
-            self._pager.wait(stream)
+            self._pager.catch_up()
+        except KernelError as error:
+            raise BackendLostError(str(error)) from error
 
     def hint_from(self, early: EarlyPicks) -> None:
         """Every step brings ahead what `early` guesses of the next layer.

@@ -1,0 +1,35 @@
+"""Which passes are the first of their shape.
+
+exllamav3 compiles, tunes and captures for a shape in the first passes that have it, and waits for the device inside the driver meanwhile.
+In a decode step the device may be waiting for the pager, whose own calls can need what such a wait holds: then nobody would ever go on. So
+the first passes of a shape run layer by layer. A warm-up takes nothing off that: it runs few shapes, some of them once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+# The first pass compiles, the second one captures, further ones replay. What comes with every so many tokens comes within these.
+CAREFUL = 16
+
+
+class FirstUses:
+    """Counts passes by shape."""
+
+    def __init__(self) -> None:
+        self._passes: Counter[tuple[int, int, int, int]] = Counter()
+
+    def is_first(self, streams: int, tokens: int, length: int, width: int) -> bool:
+        """True for the first CAREFUL passes of a shape.
+
+        Args:
+            streams: of the pass.
+            tokens: of each stream.
+            length: of the longest context. What runs changes where a context outgrows a power of two.
+            width: columns of the block table, in steps as block tables come: splits are made of it.
+        """
+        shape = (streams, tokens, length.bit_length(), width)
+        if self._passes[shape] >= CAREFUL:
+            return False
+        self._passes[shape] += 1
+        return True
