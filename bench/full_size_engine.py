@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from bench.gpu_fast_rig import GpuRig, LaneProcess
 from bench.gpu_full_size import EXACT, EXACT_RESIDENT, FAST, FAST_RESIDENT, INSTANCE, PREFILL
 from bench.kept_rows import Row
 from bench.slice_cases import Case, Mode
+from bench.watch import Watch, line_of
 from kernels.python import segments
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import Forced
@@ -57,10 +58,12 @@ class FullSizeEngine:
         args: of `bench.gpu_full_size`.
         trace: as its `trace_of` makes it.
         deadline: monotonic seconds; decode steps end there.
+        told: of stages and steps; None for nobody.
     """
 
-    def __init__(self, args: argparse.Namespace, trace: np.ndarray, deadline: float) -> None:
-        self._args, self._deadline = args, deadline
+    def __init__(self, args: argparse.Namespace, trace: np.ndarray, deadline: float, told: Watch | None = None) -> None:
+        self._args, self._deadline, self._told = args, deadline, told
+        self._say("filling the arena")
         self._total = torch.cuda.mem_get_info(loader.DEVICE)[1]
         self._cap(whole=False)
         checkpoint = Checkpoint(args.folder)
@@ -73,11 +76,12 @@ class FullSizeEngine:
         self._facts: Row = {"gpu": torch.cuda.get_device_name(loader.DEVICE), "arena_bytes": arena.total_bytes}
         if not arena.reattached:
             self._facts |= {"arena_s": round(filled, 1), "arena_gb_s": round(arena.total_bytes / 1e9 / filled, 2)}
-        print(f"arena: {'taken over' if arena.reattached else 'filled'} after {filled:.1f} s", flush=True)
+        self._say(f"arena {'taken over' if arena.reattached else 'filled'} after {filled:.1f} s; pinning and loading")
         began = time.perf_counter()
         sizes_of = {"cache_tokens": args.cache_tokens, "max_streams": MAX_STREAMS, "chunk": slice_ours.CHUNK}
         self._loaded = loader.load_model(checkpoint, arena, shapes, **sizes_of)
         self._facts["load_s"] = round(time.perf_counter() - began, 1)
+        self._say(f"loaded after {self._facts['load_s']} s")
         slice_ours.fill_cache(self._loaded.cache)
         self._routing = slice_ours.ForcedRouting(self._loaded, trace)
         self._lane = LaneProcess(INSTANCE, slice_ours.SHM, args.threads)
@@ -98,6 +102,18 @@ class FullSizeEngine:
             "cache_tokens": args.cache_tokens,
             "lane_threads": args.threads,
         }
+        with self._steps("first steps, in which nothing waits") as stepped:
+            self._facts["first_steps_s"] = round(gpu_fast_parts.first_steps(self._rig, self._routing, stepped), 1)
+        self._say(f"first steps: {self._facts['first_steps_s']} s")
+
+    def _say(self, text: str) -> None:
+        if self._told is not None:
+            self._told.stage(text)
+        else:
+            print(text, flush=True)
+
+    def _steps(self, what: str) -> contextlib.AbstractContextManager[Callable[[float], None]]:
+        return self._told.steps(what) if self._told is not None else contextlib.nullcontext(lambda _seconds: None)
 
     def _cap(self, *, whole: bool) -> None:
         """What torch may take: the device, or so much as a card of 24 GB has."""
@@ -108,7 +124,15 @@ class FullSizeEngine:
         self._leave()
         self._cap(whole=mode.slots == "all")
         self._setting = SETTINGS[mode.name]
-        self._backend = self._inside.enter_context(self._lending() if mode.name == PREFILL else self._rig.backend(self._setting))
+        began = time.perf_counter()
+        self._say(f"{mode.name}: making slots")
+        self._backend = backend = self._inside.enter_context(self._lending() if mode.name == PREFILL else self._rig.backend(self._setting))
+        lane = ", the lane is up" if self._setting.fast and self._setting.lane else ""
+        self._say(f"{mode.name}: slots placed{lane} after {time.perf_counter() - began:.1f} s")
+        if self._told is not None:
+            self._told.lane(self._lane.pid)
+            pager = backend.experts._on_demand
+            self._told.look(lambda: line_of(backend.stats(), pager.words() if pager is not None else None))
         if "link_gb_s" not in self._facts:
             rates = {
                 "link_gb_s": slice_rates.link_rate(self._backend.experts, self._loaded),
@@ -117,13 +141,17 @@ class FullSizeEngine:
             self._facts |= {name: round(rate / 1e9, 2) for name, rate in rates.items()}
             # The copies went over the slots' own records.
             self._backend.experts.place(loader.spread(self._facts["slots"], self._loaded.records.num_records))
+            self._say(f"link {self._facts['link_gb_s']} GB/s, host memory {self._facts['dram_gb_s']} GB/s")
         if self._setting.fast not in self._compiled:
             began = time.perf_counter()
-            slice_ours.decode(self._backend, self._routing, 1, 0, COMPILE_STEPS, self._deadline)
+            with self._steps(f"{mode.name}: first steps") as stepped:
+                slice_ours.decode(self._backend, self._routing, 1, 0, COMPILE_STEPS, self._deadline, told=stepped)
             self._compiled.add(self._setting.fast)
             self._facts[f"first_steps_of_{mode.name}_s"] = round(time.perf_counter() - began, 1)
 
     def _leave(self) -> None:
+        if self._told is not None:
+            self._told.look(None)
         self._backend = None
         self._inside.close()
         gpu_fast_parts.give_slots_back()
@@ -158,7 +186,8 @@ class FullSizeEngine:
             row = slice_ours.prefill(backend, args.prefill, self._loaded.records.num_records)
             return row | {"slots_lent": self._facts["slots"] - int(backend.stats()["slots_usable"])}
         before = backend.stats()
-        row = slice_ours.decode(backend, self._routing, case.streams, args.warm, args.steps, self._deadline)
+        with self._steps(case.name) as stepped:
+            row = slice_ours.decode(backend, self._routing, case.streams, args.warm, args.steps, self._deadline, told=stepped)
         return row | (gpu_fast_parts.lanes(before, backend.stats()) if self._setting.fast else {})
 
     def after(self) -> Row:

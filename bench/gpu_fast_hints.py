@@ -15,7 +15,7 @@ import torch
 from bench import fast_figures, routing_trace, slice_hints, slice_ours
 from bench.fast_fidelity import Setting
 from bench.gpu_fast import Results
-from bench.gpu_fast_parts import EXPECTED_MS, SHM, Measured, lanes, load_slice, prepare
+from bench.gpu_fast_parts import EXPECTED_MS, SHM, Measured, first_steps, lanes, load_slice, prepare
 from bench.gpu_fast_rig import GpuRig, LaneProcess
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 
@@ -76,6 +76,7 @@ def hints_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
     rig = GpuRig(loaded, routing_trace.TOP_K, checkpoint.config.vocab_size, "slice", lane, deadline, SHM)
     results.kept.note(record_bytes=loaded.records.stride, layers=args.layers)
     try:
+        print(f"first steps: {first_steps(rig, routing):.1f} s", flush=True)
         for one in sorted(settings, key=lambda one: any(results.failed(**key_of(one.setting, n)) for n in one.streams)):
             todo = [n for n in one.streams if not results.done(**key_of(one.setting, n))]
             fits = [n for n in todo if rig.fits(expected_s(n, times.warm + times.steps))]

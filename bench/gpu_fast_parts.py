@@ -7,7 +7,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,9 @@ SLICE = Path(SHM) / "glm53-slice"  # its arena has the name of the instance `sli
 IDLE_S = 5.0
 HIDDEN_STEPS, HIDDEN_S = 24, 15.0
 TRIPS_S = 5.0
+# The first pass of a shape compiles, the second one captures, the third one replays.
+FIRST_STREAMS, FIRST_STEPS = (1, 2, 4), 4
+NOTHING_WAITS = Setting("first steps", fast=False, slots=0.0, placed=0.0, lane=False, on_demand=False, admit=False)
 EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
@@ -159,6 +162,7 @@ def speed_on_gpu(args: argparse.Namespace, results: Results, deadline: float) ->
     try:
         with contextlib.ExitStack() as inside:
             watch = Watch(rig, inside)
+            print(f"first steps: {first_steps(rig, routing):.1f} s", flush=True)
             if not settings:
                 measure_hidden(rig, results, routing)
                 return
@@ -202,6 +206,17 @@ class Watch:
         paths = [Path(segments.arena_path(SHM, "slice")), Path(segments.ctl_path(SHM, "slice"))]
         row: dict[str, Any] = {"ram_extra_gib": ram_extra_gib(arena.total_bytes, paths, pids, shares=self._shares)}
         return row | (vram_of(self._peak) if self._peak is not None else {})
+
+
+def first_steps(rig: GpuRig, routing: slice_ours.ForcedRouting, told: Callable[[float], None] | None = None) -> float:
+    """Compiles and captures what decode steps run, where no step waits for the host: seconds. Records are read in place."""
+    began = time.perf_counter()
+    with rig.backend(NOTHING_WAITS) as backend:
+        for streams in FIRST_STREAMS:
+            slice_ours.decode(backend, routing, streams, 0, FIRST_STEPS, rig.deadline, told=told)
+    del backend
+    give_slots_back()
+    return time.perf_counter() - began
 
 
 def measure_resident(

@@ -32,6 +32,7 @@ from bench.kept_rows import Row, Rows, reasons
 from bench.slice_cases import Case, Mode
 from bench.slice_dry import DryEngine
 from bench.slice_ours import CARD_MIB, SHM
+from bench.watch import Watch
 from kernels.python import segments
 
 LAYERS, VOCAB = slice_cases.MODEL_LAYERS, 154_880
@@ -57,6 +58,7 @@ _CASES = (
     (FAST_RESIDENT, {"C1": 17, "C2": 22, "C4": 32}),
     (EXACT_RESIDENT, {"C1": 20}),
 )
+CLOSE_S = 10.0  # behind the deadline the process ends whatever it does; bench/gpu_full_size.sh interrupts it a little later
 ENTER_S, PREFILL_S = 3.0, 20.0
 # What is quoted, with the rows that it is made of.
 NEEDS: dict[str, tuple[str, ...]] = {
@@ -119,14 +121,14 @@ class DryFullSize(DryEngine):
         return facts | {"dram_gb_s": 110.0, "arena_bytes": size, "arena_s": 30.0, "arena_gb_s": 4.0, "pin_s": 9.0, "load_s": 20.0}
 
 
-def make_engine(args: argparse.Namespace, trace: np.ndarray, deadline: float) -> slice_cases.Engine:
+def make_engine(args: argparse.Namespace, trace: np.ndarray, deadline: float, told: Watch | None) -> slice_cases.Engine:
     """The loaded model, or its stand-in."""
     if args.dry_run:
         return DryFullSize(args, trace)
     from bench.full_size_engine import FullSizeEngine
 
     gpu_exact_slice.prepare_exllamav3(args)
-    return FullSizeEngine(args, trace, deadline)
+    return FullSizeEngine(args, trace, deadline, told)
 
 
 def measure(args: argparse.Namespace, rows: Rows, deadline: float) -> None:
@@ -140,7 +142,8 @@ def measure(args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     began = time.monotonic()
     trace = trace_of(args.seed, args.warm + args.steps, args.layers)
     rows.note(layers=args.layers, seed=args.seed, warm=args.warm, steps=args.steps, trace_s=round(time.monotonic() - began, 1))
-    engine = make_engine(args, trace, deadline)
+    told = None if args.dry_run else Watch(deadline + CLOSE_S)
+    engine = make_engine(args, trace, deadline, told)
     try:
         rows.note(**engine.facts(), ready_s=round(time.monotonic() - began, 1), triton_tuners=getattr(args, "tuners", None))
         skipped = slice_cases.run(todo, {mode.name: mode for mode in MODES}, engine, rows, deadline)
@@ -151,6 +154,8 @@ def measure(args: argparse.Namespace, rows: Rows, deadline: float) -> None:
         if not args.dry_run:
             gpu_exact_slice.save_pins(args.out)
         engine.close()
+        if told is not None:
+            told.close()
     if skipped:
         print(f"no time for: {', '.join(skipped)}; the same command goes on with them", flush=True)
 

@@ -180,12 +180,14 @@ def decode(
     *,
     context: int = 0,
     before: dict[int, Callable[[], None]] | None = None,
+    told: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
     """Steady decode: ms per step, counters.
 
     Args:
         context: tokens behind which to decode; 0 for those of a short prompt.
         before: what runs before a step of that number, off the clock.
+        told: called after each step, with its seconds.
     """
     routing.step = -1
     opened = [backend.open_stream() for _ in range(streams)]
@@ -208,8 +210,11 @@ def decode(
             routing.step = step
             began = time.perf_counter()
             backend.decode(opened, rng.integers(10, 2000, streams).tolist())
+            took = time.perf_counter() - began
             if step >= warm:
-                times.append(time.perf_counter() - began)
+                times.append(took)
+            if told is not None:
+                told(took)
     finally:
         for stream in opened:
             backend.close_stream(stream)

@@ -158,6 +158,7 @@ def test_a_decode_step_has_the_reference_bits(made: Stage, shared_inside: bool) 
     assert stats["decode_steps"] == 12 * LAYERS
     assert stats["picks"]["cpu"] == 0
     assert stats["lane"]["state"] == "OFF"
+    assert world.store._fast.words() == (12 * LAYERS, 12 * LAYERS, 12 * LAYERS)  # type: ignore[union-attr]
     assert len(world.stock_weights) == (12 * LAYERS if shared_inside else 0)
     assert all(weights.count_nonzero() == 0 for weights in world.stock_weights)
     assert len(FakeKernels.made) == 2  # layers of one shape share their kernels

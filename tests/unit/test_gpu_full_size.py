@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,33 @@ def test_a_large_vocabulary_repeats_its_rows(tmp_path: Path, monkeypatch: pytest
     assert (rows[0] != rows[1]).any()
 
 
+class Told:
+    """A watch that notes what it is told, and how it finds pager and lane behind each run of steps."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.done: dict[str, int] = {}
+        self.seen: dict[str, str] = {}
+        self.lanes: set[int] = set()
+        self._look: Any = None
+
+    def stage(self, what: str) -> None:
+        self.stages.append(what)
+
+    @contextlib.contextmanager
+    def steps(self, what: str) -> Iterator[Any]:
+        seconds: list[float] = []
+        yield seconds.append
+        self.done[what] = len(seconds)
+        self.seen[what] = self._look() if self._look is not None else ""
+
+    def look(self, look: Any) -> None:
+        self._look = look
+
+    def lane(self, pid: int) -> None:
+        self.lanes.add(pid)
+
+
 def test_the_engine_measures_every_row(rig: Any, made: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both modes, every expert in slots, and a prefill for which slots are lent: caps, hooks and lane are as a card of 24 GB has them."""
     events: list[Any] = []
@@ -213,7 +242,10 @@ def test_the_engine_measures_every_row(rig: Any, made: Stage, tmp_path: Path, mo
     monkeypatch.setattr(made.arena, "close", lambda: events.append("closed"))
     args = gpu_full_size.parser().parse_args(["run", "--layers", str(LAYERS), "--warm", "2", "--steps", "3", "--prefill", "300"])
     rows = kept_rows.Rows(tmp_path / "rows", tmp_path / "out.json", report.start("test"), gpu_full_size.summarise)
-    engine = full_size_engine.FullSizeEngine(args, np.zeros((5, 4, LAYERS, TOP_K), np.uint16), time.monotonic() + 600)
+    told = Told()
+    trace = np.zeros((5, 4, LAYERS, TOP_K), np.uint16)
+    engine = full_size_engine.FullSizeEngine(args, trace, time.monotonic() + 600, told)  # type: ignore[arg-type]
+    assert told.done["first steps, in which nothing waits"] == 3 * 4  # one, two and four streams
     modes = {mode.name: mode for mode in gpu_full_size.MODES}
     assert slice_cases.run(gpu_full_size.cases(5), modes, engine, rows, time.monotonic() + 1e6) == []
     rows.note(**engine.facts())
@@ -229,5 +261,11 @@ def test_the_engine_measures_every_row(rig: Any, made: Stage, tmp_path: Path, mo
     assert [event[1] for event in events if isinstance(event, tuple) and event[0] == "cap"] == [0.25, 0.25, 0.25, 0.25, 0.25, 1.0, 1.0]
     assert sum(rows.rows["full/fast/C1"]["experts_by_lane"].values()) > 0
     assert rows.rows["full/fast_resident/C1"]["hit_rate"] == 1.0
+    assert told.done["full/fast/C1"] == told.done["full/exact/C4"] == 5
+    assert "lane UP" in told.seen["full/fast/C1"]
+    assert "the device asked for step" in told.seen["full/exact/C1"]
+    assert any(stage.startswith("fast: slots placed, the lane is up after") for stage in told.stages)
+    assert "link 2.0 GB/s, host memory 5.0 GB/s" in told.stages
+    assert len(told.lanes - {0}) >= 1
     engine.close()
     assert events[-3:] == ["unloaded", "unpinned", "closed"]

@@ -19,6 +19,7 @@ from services.gpu_worker.patches.dispatch import EarlyPicks
 
 # A step of 8 streams can miss 64 records of a layer; one that is not worth a slot passes through one of these.
 TRANSIT_SLOTS = 16
+_REQUEST, _REPLY, _LANE_REPLY = 0, 32, 48  # of the pager's words, kernels/cuda/device_pager.h
 
 
 class OnDemand:
@@ -170,6 +171,11 @@ class OnDemand:
             return self._pager.counters()
         except KernelError as error:
             raise BackendLostError(str(error)) from error
+
+    def words(self) -> tuple[int, int, int]:
+        """The step that the device asked for last, the last one answered, and the last one that got the CPU lane's rows. Asks nobody."""
+        words = self._words.numpy().view(np.uint32)
+        return int(words[_REQUEST]), int(words[_REPLY]), int(words[_LANE_REPLY])
 
     def close(self) -> None:
         """Ends the pager's thread. The device must be idle."""
