@@ -68,7 +68,9 @@ uint64_t DeviceLane::x_on_device(uint64_t number) const { return on_device(regio
 void DeviceLane::look(uint64_t now_ns) {
   if (!lane_.up()) {
     probed_ = false;
-    if (lane_.reason() == DownReason::kJobTimeout && lane_.since_ns() != slow_since_ns_) {
+    const bool slow = lane_.reason() == DownReason::kJobTimeout || lane_.reason() == DownReason::kHeartbeatLost;
+    if (slow && lane_.since_ns() != slow_since_ns_) {
+      slow_reason_ = lane_.reason();
       slow_since_ns_ = lane_.since_ns();
       hold_until_ns_ = now_ns + hold_off_ns_;
       hold_off_ns_ = std::min(2 * hold_off_ns_, kLongestHoldOffNs);
@@ -280,6 +282,10 @@ bool DeviceLane::sample(uint64_t now_ns, LaneRates* rates) {
   return false;
 }
 
-DeviceLane::Snapshot DeviceLane::snapshot() const { return {up(), lane_.reason(), lane_.since_ns(), lane_.counters(), counters_}; }
+DeviceLane::Snapshot DeviceLane::snapshot() const {
+  const bool left_alone = lane_.up() && !up();
+  const DownReason reason = left_alone ? slow_reason_ : lane_.reason();
+  return {up(), reason, left_alone ? slow_since_ns_ : lane_.since_ns(), lane_.counters(), counters_};
+}
 
 }  // namespace glm53

@@ -117,7 +117,9 @@ class DeviceLane {
   uint64_t sample_seq_ = 0, sampled_ns_ = 0;  // the open job of the series
   uint64_t next_series_ns_ = 0, series_pause_ns_;
   uint32_t recent_jobs_ = 0;  // of steps, since it was last asked whether a series is needed
-  // A server that missed a job's deadline is left alone for a while, each time for longer: every try with it costs a step that deadline.
+  // A server that missed a job's deadline, or fell silent, is left alone for a while, each time for longer: every try with it costs a step
+  // that deadline.
+  DownReason slow_reason_ = DownReason::kNone;
   uint64_t slow_since_ns_ = 0, hold_until_ns_ = 0, hold_off_ns_;
   uint32_t served_ = 0;  // jobs since then
   std::atomic<bool> up_{false};

@@ -118,7 +118,7 @@ class DevicePager {
 
  private:
   static constexpr uint32_t kRing = 1024;
-  static constexpr uint32_t kMostAhead = 12;        // steps that wait for an answer while another is enqueued: up to 50 launches each
+  static constexpr uint32_t kMostAhead = 8;         // steps that wait for an answer while another is enqueued: up to 50 launches each
   static constexpr uint32_t kWaitGreaterEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ, cyclic
   static constexpr uint32_t kWriteDefault = 0;
   static constexpr uint32_t kRequest = 0, kScratch = 16, kReply = 32, kLaneReply = 48, kHint = 56, kHintLanded = 60;

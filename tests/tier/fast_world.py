@@ -61,6 +61,7 @@ class FastWorld:
         costs: FastCosts | None = None,
         policy: PagerPolicy | None = None,
         timeout_ms: int = PATIENT_MS,
+        heartbeat_ms: int = 0,
     ) -> None:
         arena = made.arena
         stride = arena.record(0, 1).ctypes.data - arena.record(0, 0).ctypes.data
@@ -94,7 +95,7 @@ class FastWorld:
             made.region if lane else None,
             self.kernels.handles,
             self.kernels.functions,
-            FastOptions(costs or FastCosts(), job_timeout_ms=timeout_ms, heartbeat_timeout_ms=timeout_ms),
+            FastOptions(costs or FastCosts(), job_timeout_ms=timeout_ms, heartbeat_timeout_ms=heartbeat_ms or timeout_ms),
             policy,
             self.gpu.driver,
         )

@@ -14,9 +14,9 @@ import pytest
 
 from kernels.python.errors import KernelError
 from kernels.python.fast_pager import FastCosts, Forced
-from kernels.python.job_server import JobServer
+from kernels.python.job_server import JobServer, ServerStep
 from kernels.python.pager import PagerPolicy
-from tests.tier.fast_world import FastWorld
+from tests.tier.fast_world import PATIENT_MS, FastWorld
 from tests.tier.harness import EXPERTS, LAYERS, Stage, cpu_expert, stage, wait_until
 
 
@@ -180,6 +180,36 @@ def test_a_server_that_crawls_costs_no_bit(made: Stage) -> None:
             server.signal(signal.SIGCONT)
             time.sleep(0.001)
         assert background.more(5)
+
+
+@pytest.mark.parametrize(("heartbeat_ms", "reason"), [(PATIENT_MS, "job deadline passed"), (100, "heartbeat lost")])
+def test_a_server_that_is_always_late_costs_few_deadlines(made: Stage, heartbeat_ms: int, reason: str) -> None:
+    """Each one is a step's time, so the next try comes twice as late: after half a second, one, two. Steps in between wait for nobody."""
+    stop = threading.Event()
+    server = JobServer(made.ctl_path, made.arena_path)
+
+    def serve() -> None:
+        while not stop.is_set():
+            # It is there and takes up every new epoch, but never has a job done in time.
+            late = server.step(time.monotonic_ns()) is ServerStep.CLAIMED
+            stop.wait(0.3 if late else 0.001)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        with decoding(made, timeout_ms=150, heartbeat_ms=heartbeat_ms) as (w, background):
+            assert wait_until(lambda: w.pager.fast_stats()["aborts"] >= 1, 60)
+            began = time.monotonic()
+            time.sleep(5)
+            stats, took = w.pager.fast_stats(), time.monotonic() - began
+            assert background.more(20)
+    finally:
+        stop.set()
+        serving.join(60)
+        server.close()
+    assert stats["lane"]["reason"] == reason
+    assert stats["lane"]["done"] == 0
+    assert 3 <= stats["aborts"] <= 3 + np.log2(1 + took / 0.5)
 
 
 def test_a_restarted_server_is_never_taken_for_its_predecessor(made: Stage) -> None:

@@ -12,7 +12,7 @@ from tests.tier.fast_world import FastWorld, LayerStep, fp16_batch
 from tests.tier.harness import LAYERS, Stage, bits_equal, wait_until
 from tests.tier.simulated_gpu import COMPUTE
 
-MOST_AHEAD = 12  # steps that wait for an answer, kernels/cuda/device_pager.h
+MOST_AHEAD = 8  # steps that wait for an answer, kernels/cuda/device_pager.h
 PASSES = 2 + MOST_AHEAD // LAYERS
 
 
