@@ -2,9 +2,11 @@
 
 The pager lets the device go on with driver calls of its own (kernels/cuda/device_pager.h). If the forward pass's thread blocks in the
 driver meanwhile, with locks that those calls need, nobody goes on.
-Three ways to block, each while a stream waits for a word:
+Ways to block, each while a stream waits for a word:
 
     launches     a stream takes so many launches that wait; the next one blocks
+    graphs       the same with captured graphs of GRAPH_KERNELS kernels
+    words        the same with words that the stream writes
     synchronise  the host waits for the device
     first_use    a kernel is launched for the first time, so that its code is loaded
 
@@ -28,7 +30,9 @@ BLOCKED_S = 0.5  # a call that takes longer waits for the device
 RELEASE_S = 4.0
 END_S = 60.0
 BYTES = 9_474_048  # of a record
-WAYS = ("launches", "synchronise", "first_use")
+GRAPH_KERNELS = 20
+FILLS = ("launches", "graphs", "words")
+WAYS = (*FILLS, "synchronise", "first_use")
 
 
 class Device(Protocol):
@@ -38,8 +42,16 @@ class Device(Protocol):
         """The compute stream waits for the word."""
         ...
 
-    def launch(self) -> None:
+    def launches(self) -> None:
         """A small kernel on the compute stream, used before."""
+        ...
+
+    def graphs(self) -> None:
+        """A captured graph on the compute stream, used before."""
+        ...
+
+    def words(self) -> None:
+        """The compute stream writes a word."""
         ...
 
     def synchronise(self) -> None:
@@ -70,15 +82,21 @@ class Gpu:
         self._torch = torch
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._compute, self._beside = torch.cuda.Stream(), torch.cuda.Stream()
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._word = torch.zeros(32, dtype=torch.int32, pin_memory=True)
         self._host = torch.ones(BYTES, dtype=torch.uint8, pin_memory=True)
         self._to, self._small = torch.zeros(BYTES, dtype=torch.uint8, device="cuda"), torch.zeros(64, device="cuda")
         on_device = ctypes.c_uint64()
         self._done(self._driver.cuMemHostGetDevicePointer_v2(ctypes.byref(on_device), ctypes.c_void_p(self._word.data_ptr()), 0))
         self._at, self._value = on_device, 0
-        self._pointer, self._u32 = ctypes.c_void_p, ctypes.c_uint32
+        self._pointer, self._address, self._u32 = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
         with torch.cuda.stream(self._compute):
             self._small.add_(1)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=self._compute):
+            for _ in range(GRAPH_KERNELS):
+                self._small.add_(1)
+        self.graphs()
+        self.words()
         self.copy()
         torch.cuda.synchronize()
 
@@ -91,7 +109,16 @@ class Gpu:
         stream = self._pointer(self._compute.cuda_stream)
         self._done(self._driver.cuStreamWaitValue32_v2(stream, self._at, self._u32(self._value), self._u32(0)))
 
-    def launch(self) -> None:
+    def graphs(self) -> None:
+        with self._torch.cuda.stream(self._compute):
+            self._graph.replay()
+
+    def words(self) -> None:
+        stream = self._pointer(self._compute.cuda_stream)
+        scratch = self._address(self._at.value + 64)
+        self._done(self._driver.cuStreamWriteValue32_v2(stream, scratch, self._u32(1), self._u32(0)))
+
+    def launches(self) -> None:
         with self._torch.cuda.stream(self._compute):
             self._small.add_(1)
 
@@ -133,8 +160,9 @@ def measure(device: Device, way: str, blocked_s: float = BLOCKED_S, release_s: f
         return run
 
     def block() -> None:
-        for _ in range(MOST_LAUNCHES if way == "launches" else 1):
-            (device.launch if way == "launches" else getattr(device, way))()
+        call = getattr(device, way)
+        for _ in range(MOST_LAUNCHES if way in FILLS else 1):
+            call()
             progress[:] = progress[0] + 1, time.monotonic()
 
     thread = threading.Thread(target=guarded(block, done), daemon=True)
@@ -168,7 +196,7 @@ def main(argv: list[str] | None = None, make: Callable[[], Device] = Gpu) -> Non
     for row in rows:
         print(row, flush=True)
     if args.out is not None:
-        summary = {"launches_that_wait": rows[0]["calls"] if rows[0]["blocks"] else None}
+        summary: dict[str, Any] = {f"{row['name']}_that_wait": row["calls"] for row in rows if row["name"] in FILLS and row["blocks"]}
         summary |= {f"{row['name']}_stops_the_pager": row["blocks"] and not row["copy_is_enqueued"] for row in rows}
         report.write_result(args.out, started, rows, summary)
 

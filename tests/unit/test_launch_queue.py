@@ -38,10 +38,16 @@ class Driver:
         self._open.clear()
         self._queued = 0
 
-    def launch(self) -> None:
+    def launches(self) -> None:
         if self._queued >= self._room and not self._open.is_set():
             self._wait()
         self._queued += 1
+
+    def graphs(self) -> None:
+        self.launches()
+
+    def words(self) -> None:
+        self._queued += 1  # there is room for all of them
 
     def synchronise(self) -> None:
         self._wait()
@@ -71,19 +77,22 @@ def test_a_full_queue_that_keeps_the_lock_stops_the_pager(tmp_path: Path, monkey
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert summary == {
         "launches_that_wait": 1000,
+        "graphs_that_wait": 1000,
         "launches_stops_the_pager": True,
+        "graphs_stops_the_pager": True,
+        "words_stops_the_pager": False,
         "synchronise_stops_the_pager": True,
         "first_use_stops_the_pager": False,
     }
 
 
-@pytest.mark.parametrize("way", launch_queue.WAYS)
+@pytest.mark.parametrize("way", ["launches", "graphs", "synchronise", "first_use"])
 def test_a_driver_that_lets_others_go_on(way: str) -> None:
     """The thread blocks, the copy does not."""
     device = Driver(10, keeps_lock=False)
     row = launch_queue.measure(device, way, blocked_s=0.2, release_s=5.0)
     assert (row["blocks"], row["copy_is_enqueued"]) == (True, True)
-    assert row["calls"] == (10 if way == "launches" else 0)
+    assert row["calls"] == (10 if way in launch_queue.FILLS else 0)
 
 
 def test_a_queue_with_room_for_all_blocks_nobody() -> None:
@@ -99,6 +108,6 @@ def test_what_fails_is_raised() -> None:
     def refused() -> None:
         raise OSError("the GPU driver refuses a call: 700")
 
-    device.launch = refused  # type: ignore[method-assign]
+    device.launches = refused  # type: ignore[method-assign]
     with pytest.raises(OSError, match="700"):
         launch_queue.measure(device, "launches", blocked_s=0.2, release_s=1.0)
