@@ -14,7 +14,7 @@ from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
-from services.gpu_worker.backends.exl3.first_uses import CAREFUL
+from services.gpu_worker.backends.exl3.first_uses import CAREFUL, SHORT
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
 from services.gpu_worker.patches.replace import Replacements
 from tests.worker.harness import until
@@ -135,16 +135,16 @@ def test_the_first_passes_of_a_shape_run_layer_by_layer(made: Any) -> None:
     """Decode steps and prompts as short as one, for each number of streams and each size of context anew; longer prompts ask nobody."""
     backend, _, _, experts = made
     one, other = backend.open_stream(), backend.open_stream()
-    backend.prefill(one, [i % 9 for i in range(64)], all_logits=False)
+    backend.prefill(one, [i % 9 for i in range(SHORT - 65)], all_logits=False)
     assert experts.careful == []
     backend.prefill(other, [1, 2, 3, 4, 5, 6, 7, 8], all_logits=False)
-    assert experts.careful == [True]
+    backend.decode([one, other], [1, 1])
+    assert experts.careful == [True, True]
+    backend.close_stream(other)
     for _ in range(64 + 1):
         backend.decode([one], [1])
-    # From 64 tokens on, and from 128.
-    assert experts.careful[1:] == [True] * CAREFUL + [False] * (64 - CAREFUL) + [True]
-    backend.decode([one, other], [1, 1])
-    assert experts.careful[-1]
+    # From the first token on, and from SHORT.
+    assert experts.careful[2:] == [True] * CAREFUL + [False] * (64 - CAREFUL) + [True]
 
 
 def test_scores_come_for_every_position_in_bounded_pieces(made: Any) -> None:

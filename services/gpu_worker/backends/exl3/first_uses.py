@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-# The first pass compiles, the second one captures, further ones replay. What comes with every so many tokens comes within these.
+# The first pass compiles, the second one captures, further ones replay. What comes with every so many tokens (a pool of keys is full with
+# 16) comes within these.
 CAREFUL = 16
+SHORT = 1024  # contexts of fewer tokens run the same
 
 
 class FirstUses:
@@ -25,10 +27,10 @@ class FirstUses:
         Args:
             streams: of the pass.
             tokens: of each stream.
-            length: of the longest context. What runs changes where a context outgrows a power of two.
+            length: of the longest context. What runs changes where a context outgrows a power of two: attention becomes sparse there.
             width: columns of the block table, in steps as block tables come: splits are made of it.
         """
-        shape = (streams, tokens, length.bit_length(), width)
+        shape = (streams, tokens, max(length, SHORT - 1).bit_length(), width)
         if self._passes[shape] >= CAREFUL:
             return False
         self._passes[shape] += 1
