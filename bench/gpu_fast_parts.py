@@ -35,7 +35,16 @@ HIDDEN_STEPS, HIDDEN_S = 24, 15.0
 TRIPS_S = 5.0
 # The first pass of a shape compiles, the second one captures, the third one replays.
 FIRST_STREAMS, FIRST_STEPS = (1, 2, 4), 4
-NOTHING_WAITS = Setting("first steps", fast=False, slots=0.0, placed=0.0, lane=False, on_demand=False, admit=False)
+FEW_TOKENS = 9  # the shortest prompt that runs as a prefill: a longer one brings most experts of every layer, once for each stream
+NOTHING_WAITS = Setting(
+    "first steps",
+    fast=False,
+    slots=routing_trace.SLOT_SHARE,
+    placed=routing_trace.SLOT_SHARE,
+    lane=False,
+    on_demand=False,
+    admit=False,
+)
 EXPECTED_MS = {1: 16, 2: 28, 4: 52}  # a step
 
 
@@ -209,11 +218,12 @@ class Watch:
 
 
 def first_steps(rig: GpuRig, routing: slice_ours.ForcedRouting, told: Callable[[float], None] | None = None) -> float:
-    """Compiles and captures what decode steps run, where no step waits for the host: seconds. Records are read in place."""
+    """Compiles and captures decode steps, and a prompt, where nothing waits for the host: seconds. What is in no slot is read in place."""
     began = time.perf_counter()
     with rig.backend(NOTHING_WAITS) as backend:
         for streams in FIRST_STREAMS:
-            slice_ours.decode(backend, routing, streams, 0, FIRST_STEPS, rig.deadline, told=told)
+            prompt = slice_ours.PROMPT if streams == 1 else FEW_TOKENS
+            slice_ours.decode(backend, routing, streams, 0, FIRST_STEPS, rig.deadline, prompt=prompt, told=told)
     del backend
     give_slots_back()
     return time.perf_counter() - began

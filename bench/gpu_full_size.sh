@@ -73,7 +73,7 @@ step() {
   timeout -s INT -k 10 "$give" "$PYTHON" "$@" < /dev/null >> "$LOG" 2>&1
   code=$?
   if [ $code -ne 0 ]; then
-    tail -c "+$((from + 1))" "$LOG" | tail -n 15 | cut -c1-300
+    tail -c "+$((from + 1))" "$LOG" | tail -n 60 | cut -c1-300
   elif tail -c "+$((from + 1))" "$LOG" | grep '"error":'; then
     code=1
   fi

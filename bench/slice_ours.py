@@ -179,6 +179,7 @@ def decode(
     deadline: float,
     *,
     context: int = 0,
+    prompt: int = PROMPT,
     before: dict[int, Callable[[], None]] | None = None,
     told: Callable[[float], None] | None = None,
 ) -> dict[str, Any]:
@@ -186,6 +187,7 @@ def decode(
 
     Args:
         context: tokens behind which to decode; 0 for those of a short prompt.
+        prompt: tokens of each stream's prompt.
         before: what runs before a step of that number, off the clock.
         told: called after each step, with its seconds.
     """
@@ -196,7 +198,7 @@ def decode(
     counted: dict[str, Any] = {}
     try:
         for stream in opened:
-            backend.prefill(stream, rng.integers(10, 2000, PROMPT).tolist(), all_logits=False)
+            backend.prefill(stream, rng.integers(10, 2000, prompt).tolist(), all_logits=False)
             if context:
                 lengthen(backend, stream, context)
         for step in range(warm + steps):
