@@ -115,8 +115,8 @@ def test_an_interrupt_has_the_stacks() -> None:
     code, said = run(
         """
         w = watch.Watch(time.monotonic() + 50)
-        w.stage("waiting")
         def waits_in_here():
+            w.stage("waiting")
             time.sleep(50)
         waits_in_here()
         """,
