@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import random
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from kernels.python.expert import ExpertShape
 from services.gpu_worker.backends.exl3 import experts
-from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3.experts import STAGE_RUN, ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
 from services.gpu_worker.backends.exl3.records import typed_part
 from services.gpu_worker.patches import pointer_tables
@@ -202,6 +203,32 @@ def test_staged_layers_are_read_from_slots() -> None:
     world.store.after_experts(0)
     host = world.records.host
     assert all(host.data_ptr() <= int(address) < host.data_ptr() + host.numel() for address in world.table[0].flatten())
+
+
+def test_the_compute_stream_of_a_staged_pass_stands_behind_no_copy_of_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once records are on their way nothing else is copied from the host: it would queue behind them in the copy engine."""
+    world = World(2 * EXPERTS, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))
+    on_copy_stream: list[bool] = []
+    copies: list[tuple[bool, int]] = []
+    stock = torch.Tensor.copy_
+
+    @contextlib.contextmanager
+    def stream(_stream: object) -> Iterator[None]:
+        on_copy_stream.append(True)
+        yield
+        on_copy_stream.pop()
+
+    def copy(self: torch.Tensor, source: torch.Tensor, **options: Any) -> torch.Tensor:
+        copies.append((bool(on_copy_stream), len(source)))
+        return stock(self, source, **options)
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    world.prefill()
+    first = next(i for i, (aside, _) in enumerate(copies) if aside)
+    assert first == 1, "the tables go ahead of the records"
+    assert all(aside for aside, _ in copies[first:])
+    assert max(count for aside, count in copies if aside) == STAGE_RUN
 
 
 def test_halves_hold_what_lost_its_slot_to_them_too() -> None:

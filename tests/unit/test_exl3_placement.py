@@ -154,8 +154,9 @@ def test_heat_is_saved_now_and_then_and_at_the_end(tmp_path: Path) -> None:
 
 def test_runs_join_neighbours() -> None:
     """Consecutive numbers are one copy."""
-    assert runs([3, 4, 5, 9, 11, 12]) == [(3, 3), (9, 1), (11, 2)]
-    assert runs([]) == []
+    assert runs([3, 4, 5, 9, 11, 12], 8) == [(3, 3), (9, 1), (11, 2)]
+    assert runs([3, 4, 5, 6, 7, 9], 2) == [(3, 2), (5, 2), (7, 1), (9, 1)]
+    assert runs([], 8) == []
 
 
 def test_pages_grow_come_back_and_run_out() -> None:

@@ -37,6 +37,7 @@ from services.gpu_worker.patches.dispatch import DecodeStep, EarlyPicks
 from services.gpu_worker.patches.expert_load import MoeLayer
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
+STAGE_RUN = 8  # records of one copy to a staging slot: what other copies of the pass may stand behind
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,13 @@ class ExpertStore:
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
         self._picks_ready = torch.cuda.Event()
-        # [0] staged, [1] resting tables of every layer, read by the device when a staged pass gets there.
+        # [0] staged, [1] resting tables of every layer; the device has its own before the first record of a staged pass is on its way.
         self._staged_tables = pinned_empty((2, *table.shape))
+        self._staged_on_device = torch.empty((2, *table.shape), dtype=table.dtype, device=table.device)
         self._staging: Staging | None = None
         self._staging_open = False
         self._part_follows = False
-        self._staged_pass_done = torch.cuda.Event()
+        self._staged_tables_read = torch.cuda.Event()
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
         names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied bytes_staged staged_passes"
         self._counters = dict.fromkeys(names.split(), 0)
@@ -290,11 +292,13 @@ class ExpertStore:
         half = self._half_to_lend()
         if self.paused or rows < self.options.stage_min_rows or half == 0:
             return
-        # The tables in pinned memory belong to the pass before until it has read them all.
-        self._staged_pass_done.synchronize()
+        # The tables in pinned memory belong to the pass before until the device has them.
+        self._staged_tables_read.synchronize()
         first = self.placement.usable - 2 * half
         self._lend(first)
         self._staging = self._plan_staging(half, (first, first + half))
+        self._staged_on_device.copy_(self._staged_tables, non_blocking=True)
+        self._staged_tables_read.record()
         self._counters["staged_passes"] += 1
         self._stage_next(self._staging)
         self._stage_next(self._staging)
@@ -371,7 +375,7 @@ class ExpertStore:
             self._copy_stream.wait_event(staging.computed[layer - 2])
         slot, record = staging.first[layer % 2], layer * self._records.num_experts
         with torch.cuda.stream(self._copy_stream):
-            for expert, count in runs(int(e) for e in staging.experts[layer]):
+            for expert, count in runs((int(e) for e in staging.experts[layer]), STAGE_RUN):
                 source = self._records.host[record + expert : record + expert + count]
                 self._slots[slot : slot + count].copy_(source, non_blocking=True)
                 slot += count
@@ -382,15 +386,22 @@ class ExpertStore:
         while staging.next_layer <= layer:
             self._stage_next(staging)
         torch.cuda.current_stream(self._table.device).wait_event(staging.staged[layer])
-        self._table[layer].copy_(self._staged_tables[0, layer], non_blocking=True)
+        self._take_tables(layer, 0)
         staging.inside = layer
 
     def _leave_staged(self, staging: Staging, layer: int) -> None:
-        self._table[layer].copy_(self._staged_tables[1, layer], non_blocking=True)
+        self._take_tables(layer, 1)
         staging.inside = NONE
         staging.computed[layer].record()
-        self._staged_pass_done.record()
         self._stage_next(staging)
+
+    def _take_tables(self, layer: int, which: int) -> None:
+        """A layer's tables become its staged (0) or resting (1) ones.
+
+        A kernel does it, no copy engine: from the host it would stand behind the next layer's records, and the compute stream with it.
+        """
+        with torch.inference_mode():
+            torch.add(self._staged_on_device[which, layer], 0, out=self._table[layer])
 
     def _staged_slot(self, layer: int, expert: int) -> int:
         """The staging slot that the layer's tables point at now, or NONE."""

@@ -217,11 +217,11 @@ class Placement:
         self._record_in[slot], self._slot_of[record] = record, slot
 
 
-def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as (first, count) of consecutive ones."""
+def runs(numbers: Iterable[int], most: int) -> list[tuple[int, int]]:
+    """Ascending numbers as (first, count) of consecutive ones, at most so many in one."""
     result: list[tuple[int, int]] = []
     for number in numbers:
-        if result and sum(result[-1]) == number:
+        if result and sum(result[-1]) == number and result[-1][1] < most:
             result[-1] = (result[-1][0], result[-1][1] + 1)
         else:
             result.append((number, 1))
