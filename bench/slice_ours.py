@@ -251,11 +251,13 @@ def prefill(backend: Exl3Backend, tokens: int, records: int = 0) -> dict[str, An
     Args:
         records: of all layers; the row then has the slots, the experts staged in a pass, and their share of those in no slot. 1: nothing
             was read in place.
+
+    A prompt of one pass runs once more for the times of its kernels and copies: `device_busy_ms` short of `s` is what the device waited.
     """
     times = []
     ids = np.random.default_rng(5).integers(10, 2000, tokens).tolist()
-    for _ in range(2):
-        before = backend.stats()
+
+    def once() -> None:
         stream = backend.open_stream()
         try:
             torch.cuda.synchronize()
@@ -265,9 +267,17 @@ def prefill(backend: Exl3Backend, tokens: int, records: int = 0) -> dict[str, An
             times.append(time.perf_counter() - began)
         finally:
             backend.close_stream(stream)
+
+    for _ in range(2):
+        before = backend.stats()
+        once()
     chunks = -(-tokens // CHUNK)
     row = {"tokens": tokens, "chunks": chunks, "first_s": round(times[0], 3), "s": round(times[1], 3), "tok_s": round(tokens / times[1])}
-    return row | (staged(before, backend.stats(), records, backend.experts._records.stride, chunks) if records else {})
+    if records:
+        row |= staged(before, backend.stats(), records, backend.experts._records.stride, chunks)
+    if chunks == 1:
+        row |= slice_modules.profiled(once, 1)
+    return row
 
 
 def staged(before: Row, after: Row, records: int, stride: int, passes: int) -> Row:
