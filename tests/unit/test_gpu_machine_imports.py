@@ -34,7 +34,7 @@ for module in sys.argv[1:]:
 print("\\n".join(broken))
 sys.exit(bool(broken))
 """
-# Each is begun there by `python -m`; gpu_serve starts the gateway, which such a machine cannot run.
+# Each is begun there by `python -m`. gpu_serve is not: it starts the gateway, whose packages come with it.
 BENCHES = (
     "arena_fill",
     "full_size_engine",
