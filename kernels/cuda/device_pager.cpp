@@ -176,7 +176,11 @@ void DevicePager::start_step(const Step& step, uint64_t pass) {
   heat_.advance(step.layer);
   misses_.clear();
   transit_used_ = copies_ = 0;
-  if (hints_ != nullptr) meet_hint(step, pass);
+  if (hints_ != nullptr) {
+    end_visits(pass - 1);
+    fill_pool(pass - 1);
+    meet_hint(step, pass);
+  }
   ++counters_[kSteps];
 }
 
@@ -202,7 +206,12 @@ void DevicePager::choose(const Step& step, uint64_t pass) {
   }
   std::sort(misses_.begin(), misses_.end(),
             [](const Miss& a, const Miss& b) { return a.heat != b.heat ? a.heat > b.heat : a.expert < b.expert; });
-  for (const Miss& miss : misses_) bring(layer, miss, pass);
+  weigh_visitors();
+  for (const Miss& miss : misses_) {
+    keep_visitors(&miss, pass);
+    bring(layer, miss, pass);
+  }
+  keep_visitors(nullptr, pass);
 }
 
 Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
@@ -213,12 +222,7 @@ Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
     if (slot != SlotTable::kNone) {
       const uint32_t place = spec_.num_transit + static_cast<uint32_t>(slot);
       // The old record goes first: whatever becomes of the copy, its bytes are no longer to be trusted.
-      const int32_t old = slots_.record_in(static_cast<uint32_t>(slot));
-      if (old != SlotTable::kNone) {
-        slots_.evict(slot, pass - 1);
-        point_at_host(static_cast<uint32_t>(old));
-        if (fast_ != nullptr) ++fast_->evictions;
-      }
+      drive_out(slot, pass - 1);
       if (copy(record, place)) {
         slots_.begin_landing(slot, record, pass);
         point(layer, miss.expert, in_slot(place));
@@ -244,6 +248,14 @@ int32_t DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
   if (victim == SlotTable::kNone) return SlotTable::kNone;
   const int32_t old = slots_.record_in(static_cast<uint32_t>(victim));
   return heat > spec_.admit_margin * heat_.score(static_cast<uint32_t>(old)) ? victim : SlotTable::kNone;
+}
+
+void DevicePager::drive_out(int32_t slot, uint64_t passes_done) {
+  const int32_t old = slots_.record_in(static_cast<uint32_t>(slot));
+  if (old == SlotTable::kNone) return;
+  slots_.evict(slot, passes_done);
+  point_at_host(static_cast<uint32_t>(old));
+  if (fast_ != nullptr) ++fast_->evictions;
 }
 
 bool DevicePager::copy(uint32_t record, uint32_t slot) {
@@ -307,6 +319,7 @@ void DevicePager::put(uint32_t record, uint32_t slot) {
   slots_.settle(enqueued_, kNoPass);
   require(slots_.record_in(static_cast<uint32_t>(place)) == SlotTable::kNone && slots_.resident(record) == SlotTable::kNone,
           "the slot or the record is taken");
+  if (slots_.reserved(place)) slots_.release(place);
   slots_.begin_landing(place, record, enqueued_);
   slots_.settle(enqueued_, kNoPass);
   point(record / spec_.experts_per_layer, record % spec_.experts_per_layer, in_slot(slot));
@@ -337,10 +350,15 @@ void DevicePager::limit(uint32_t usable_slots) {
   for (uint32_t slot = usable_slots; slot < usable_; ++slot) {
     require(slots_.record_in(slot - spec_.num_transit) == SlotTable::kNone, "a slot that shall not be used holds a record");
   }
+  const std::vector<int32_t> pool = slots_.pool();
+  for (const int32_t slot : pool) {
+    if (static_cast<uint32_t>(slot) + spec_.num_transit >= usable_slots) slots_.release(slot);
+  }
   // An empty slot that a pass reads which is never over: nobody is given it.
   for (uint32_t slot = usable_slots; slot < usable_; ++slot) slots_.read(static_cast<int32_t>(slot - spec_.num_transit), kNeverOver);
   for (uint32_t slot = usable_; slot < usable_slots; ++slot) slots_.read(static_cast<int32_t>(slot - spec_.num_transit), enqueued_);
   usable_ = usable_slots;
+  while (slots_.pool().size() > pool_size()) slots_.release(slots_.pool().back());
 }
 
 void DevicePager::flush(void* stream) {
@@ -358,7 +376,8 @@ void DevicePager::where(int32_t* slot_of) {
   slots_.settle(enqueued_, kNoPass);
   for (uint32_t record = 0; record < spec_.num_layers * spec_.experts_per_layer; ++record) {
     const int32_t slot = slots_.resident(record);
-    slot_of[record] = slot == SlotTable::kNone ? SlotTable::kNone : slot + static_cast<int32_t>(spec_.num_transit);
+    const bool stays = slot != SlotTable::kNone && !slots_.reserved(slot);
+    slot_of[record] = stays ? slot + static_cast<int32_t>(spec_.num_transit) : SlotTable::kNone;
   }
 }
 

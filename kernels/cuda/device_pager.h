@@ -19,7 +19,8 @@
 // waits by itself when a few layers are unanswered. And what may make the host wait for the device inside the driver (a graph that is
 // captured, code that is loaded) is done with nothing unanswered: `catch_up` before it.
 //
-// Hints (device_hints.h) bring records of the next layer ahead of its request, while the copy engine has nothing else to do.
+// Hints (device_hints.h) bring records of the next layer ahead of its request, while the copy engine has nothing else to do, into slots
+// that are set aside for them.
 //
 // `fast` (expert_pager.h, device_pager_fast.cpp) is the same with three differences. The kernels read `records`, one address an expert, so
 // a step sends that row and the tables wait for the next flush. A pick of the CPU lane has the address 0 for its step alone. And there is a
@@ -155,12 +156,17 @@ class DevicePager {
   bool send_chunk(uint64_t number);
   bool begin_ahead(uint32_t record, uint64_t number);
   bool send_part(const HintParts::Ahead& a, uint64_t bytes);
-  // Makes resident what the word says is there; its slots are not rewritten before pass `pass` is over.
-  void land_ahead(uint64_t pass);
-  void settle_ahead(const HintParts::Ahead& a, uint64_t pass);
   void give_up(const HintParts::Ahead& a, uint64_t pass);
   void meet_hint(const Step& step, uint64_t pass);
-  void finish_ahead(const HintParts::Ahead& a, uint64_t pass);
+  // Sends the rest of a picked record. False when it was given up.
+  bool finish_ahead(const HintParts::Ahead& a, uint64_t pass);
+  // Heat has seen the step's picks: says how hot its visitors are.
+  void weigh_visitors();
+  // Visitors that are hotter than the miss, or all of them, get their turn to ask for a slot.
+  void keep_visitors(const Miss* until, uint64_t pass);
+  void end_visits(uint64_t passes_done);
+  uint32_t pool_size() const;
+  void fill_pool(uint64_t passes_done);
   // False when the deadline passed first.
   bool chunks_land() const;
   // Waits for what is under way and gives up the rest. Throws kTimeout.
@@ -194,6 +200,8 @@ class DevicePager {
   uint64_t on_host(uint32_t record) const { return spec_.host_on_device + record * spec_.record_stride; }
   uint64_t in_slot(uint32_t slot) const { return spec_.slots + slot * spec_.record_stride; }
   int32_t find_place(uint32_t record, float heat, uint64_t pass);
+  // Empties a slot whose readers have passed.
+  void drive_out(int32_t slot, uint64_t passes_done);
   bool check(int code);
 
   PagerSpec spec_;

@@ -287,19 +287,24 @@ void DevicePager::fetch(const Step& step, uint64_t pass) {
     }
   }
   // Hottest first.
+  const bool admits = f.placement != PAGER_ALL_IN_PLACE;
+  weigh_visitors();
   for (auto i = f.order.rbegin(); i != f.order.rend(); ++i) {
     const FastParts::Entry& entry = f.entries[*i];
     if (entry.in_lane) continue;
+    const Miss miss{entry.picks.expert, entry.heat};
+    if (admits) keep_visitors(&miss, pass);
     Lane lane = Lane::kZeroCopy;
-    if (f.placement == PAGER_ALL_IN_PLACE || (f.placement == PAGER_RANDOM && f.random() % 3 == 0)) {
+    if (!admits || (f.placement == PAGER_RANDOM && f.random() % 3 == 0)) {
       ++counters_[kMissed];
       ++counters_[kInPlace];
     } else {
-      lane = bring(step.layer, {entry.picks.expert, entry.heat}, pass);
+      lane = bring(step.layer, miss, pass);
     }
     count(lane, entry.picks.count);
     if (lane == Lane::kZeroCopy) f.stats.bytes_in_place += f.arena.shape(step.layer).record_bytes;
   }
+  if (admits) keep_visitors(nullptr, pass);
 }
 
 void DevicePager::evict_at_random(uint64_t pass) {

@@ -10,17 +10,10 @@ namespace {
 
 constexpr uint64_t kLongestChunkNs = 5'000'000'000;
 
-float score_of_first_touch(const PagerSpec& spec) {
-  HeatTable heat(1, 1, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight});
-  heat.advance(0);
-  heat.touch(0);
-  return heat.score(0);
-}
-
 }  // namespace
 
 HintParts::HintParts(const PagerSpec& spec, uint32_t ring)
-    : given(ring), first_touch(score_of_first_touch(spec)), named_at(spec.experts_per_layer, 0), picked_at(spec.experts_per_layer, 0) {
+    : given(ring), named_at(spec.experts_per_layer, 0), picked_at(spec.experts_per_layer, 0) {
   if (spec.hints == nullptr) throw Error(GLM53_INVALID, "hints: hint_records is not 0, and there is no memory for ids");
   if (spec.hint_chunk == 0) throw Error(GLM53_INVALID, "hint_chunk is 0");
 }
@@ -54,7 +47,6 @@ bool DevicePager::pump(uint64_t number) {
   if (chunks_under_way() >= HintParts::kUnderWay) return true;
   const std::lock_guard<std::mutex> lock(mutex_);
   if (h.looked_at < number) look_at_hint(number);
-  land_ahead(number + 1);
   if (!failed_.load(std::memory_order_acquire) && send_chunk(number)) return true;
   h.over = number;
   return false;
@@ -79,14 +71,10 @@ void DevicePager::look_at_hint(uint64_t number) {
     if (id < 0 || id >= static_cast<int64_t>(spec_.experts_per_layer) || h.named_at[static_cast<size_t>(id)] == number) continue;
     h.named_at[static_cast<size_t>(id)] = number;
     const uint32_t record = layer * spec_.experts_per_layer + static_cast<uint32_t>(id);
-    if (const int32_t slot = slots_.resident(record); slot != SlotTable::kNone) {
-      slots_.read(slot, number + 1);
-      h.kept.push_back(slot);
-    } else if (!slots_.landing(record)) {
-      ++h.counters.hinted;
-      // What its step would not give a slot gets none from a hint.
-      if (h.named.size() < spec_.hint_records && heat_.touches(record) + 1 >= spec_.admit_after) h.named.push_back(record);
-    }
+    // What is in a slot stays there: nothing is driven out before the next step has seen its picks.
+    if (slots_.resident(record) != SlotTable::kNone) continue;
+    ++h.counters.hinted;
+    if (h.named.size() < spec_.hint_records) h.named.push_back(record);
   }
 }
 
@@ -111,18 +99,10 @@ bool DevicePager::send_chunk(uint64_t number) {
 
 bool DevicePager::begin_ahead(uint32_t record, uint64_t number) {
   HintParts& h = *hints_;
-  int32_t slot = slots_.find_free(number - 1);
-  if (slot == SlotTable::kNone) {
-    slot = slots_.find_victim(heat_, number - 1);
-    if (slot == SlotTable::kNone) return false;
-    const auto old = static_cast<uint32_t>(slots_.record_in(static_cast<uint32_t>(slot)));
-    if (spec_.admit_margin * heat_.score(old) >= h.first_touch) return false;
-    slots_.evict(slot, number - 1);
-    point_at_host(old);
-    if (fast_ != nullptr) ++fast_->evictions;
-  }
+  const int32_t slot = slots_.find_reserved(number - 1);
+  if (slot == SlotTable::kNone) return false;
   slots_.begin_landing(slot, record, HintParts::kNoPassEnds);
-  h.ahead.push_back({record, slot, 0, 0, false, false});
+  h.ahead.push_back({record, slot, 0, 0});
   ++h.counters.started;
   return true;
 }
@@ -136,23 +116,9 @@ bool DevicePager::send_part(const HintParts::Ahead& a, uint64_t bytes) {
   return true;
 }
 
-void DevicePager::land_ahead(uint64_t pass) {
-  const uint32_t word = __atomic_load_n(&spec_.words[kHintLanded], __ATOMIC_ACQUIRE);
-  for (HintParts::Ahead& a : hints_->ahead) {
-    if (a.landed || a.sent < spec_.record_stride || static_cast<int32_t>(word - a.chunk) < 0) continue;
-    a.landed = true;
-    settle_ahead(a, pass);
-  }
-}
-
-void DevicePager::settle_ahead(const HintParts::Ahead& a, uint64_t pass) {
-  slots_.land(a.slot, pass);
-  point(a.record / spec_.experts_per_layer, a.record % spec_.experts_per_layer, in_slot(spec_.num_transit + static_cast<uint32_t>(a.slot)));
-}
-
 void DevicePager::give_up(const HintParts::Ahead& a, uint64_t pass) {
   slots_.abandon(a.slot, pass);
-  hints_->counters.dropped += !a.counted;
+  ++hints_->counters.dropped;
 }
 
 void DevicePager::meet_hint(const Step& step, uint64_t pass) {
@@ -160,49 +126,96 @@ void DevicePager::meet_hint(const Step& step, uint64_t pass) {
   h.looked_at = std::max(h.looked_at, pass - 1);
   h.named.clear();
   h.next = 0;
-  for (const int32_t slot : h.kept) slots_.read(slot, pass - 1);
-  h.kept.clear();
   const uint64_t chunk = std::min<uint64_t>(spec_.hint_chunk, spec_.record_stride);
   h.in_the_way = static_cast<double>(chunks_under_way() * chunk) / static_cast<double>(spec_.record_stride);
   if (h.ahead.empty()) return;
-  land_ahead(pass - 1);
   const int64_t* picks = spec_.picks + static_cast<size_t>(step.layer) * spec_.max_rows * spec_.top_k;
   for (uint32_t i = 0; i < step.rows * spec_.top_k; ++i) {
     if (picks[i] >= 0 && picks[i] < static_cast<int64_t>(spec_.experts_per_layer)) h.picked_at[static_cast<size_t>(picks[i])] = pass;
   }
-  size_t left = 0;
-  for (HintParts::Ahead& a : h.ahead) {
-    const bool picked = a.record / spec_.experts_per_layer == step.layer && h.picked_at[a.record % spec_.experts_per_layer] == pass;
-    if (a.landed) {
-      h.counters.used += picked && !a.counted;
-      h.counters.dropped += !picked && !a.counted;
-      slots_.read(a.slot, pass - 1);  // what picks it says so itself
-    } else if (picked) {
-      finish_ahead(a, pass);
-    } else if (a.sent < spec_.record_stride) {
+  const uint32_t word = __atomic_load_n(&spec_.words[kHintLanded], __ATOMIC_ACQUIRE);
+  for (const HintParts::Ahead& a : h.ahead) {
+    const uint32_t layer = a.record / spec_.experts_per_layer, expert = a.record % spec_.experts_per_layer;
+    if (layer != step.layer || h.picked_at[expert] != pass) {
       give_up(a, pass - 1);
-    } else {
-      h.counters.dropped += !a.counted;
-      a.counted = true;
-      h.ahead[left++] = a;
+      continue;
     }
+    if (a.sent == spec_.record_stride && static_cast<int32_t>(word - a.chunk) >= 0) {
+      ++h.counters.used;
+    } else if (!finish_ahead(a, pass)) {
+      continue;
+    }
+    slots_.land(a.slot, pass);
+    point(layer, expert, in_slot(spec_.num_transit + static_cast<uint32_t>(a.slot)));
+    h.visitors.push_back({a.record, a.slot, 0});
   }
-  h.ahead.resize(left);
+  h.ahead.clear();
 }
 
-void DevicePager::finish_ahead(const HintParts::Ahead& a, uint64_t pass) {
+bool DevicePager::finish_ahead(const HintParts::Ahead& a, uint64_t pass) {
   HintParts& h = *hints_;
   const uint64_t rest = spec_.record_stride - a.sent;
   if (rest > 0 && !send_part(a, rest)) {
     give_up(a, pass - 1);
-    return;
+    return false;
   }
   counters_[kBytes] += rest;
-  h.counters.late += !a.counted;
+  ++h.counters.late;
   h.in_the_way += static_cast<double>(rest) / static_cast<double>(spec_.record_stride);
   // The reply travels behind these bytes.
   sent_ = true;
-  settle_ahead(a, pass);
+  return true;
+}
+
+void DevicePager::weigh_visitors() {
+  if (hints_ == nullptr) return;
+  std::vector<HintParts::Visitor>& visitors = hints_->visitors;
+  for (HintParts::Visitor& v : visitors) v.heat = heat_.score(v.record);
+  std::sort(visitors.begin(), visitors.end(), [](const HintParts::Visitor& a, const HintParts::Visitor& b) {
+    return a.heat != b.heat ? a.heat > b.heat : a.record < b.record;
+  });
+  hints_->asked = 0;
+}
+
+void DevicePager::keep_visitors(const Miss* until, uint64_t pass) {
+  if (hints_ == nullptr) return;
+  HintParts& h = *hints_;
+  for (; h.asked < h.visitors.size(); ++h.asked) {
+    HintParts::Visitor& v = h.visitors[h.asked];
+    const uint32_t expert = v.record % spec_.experts_per_layer;
+    if (until != nullptr && (v.heat != until->heat ? v.heat < until->heat : expert > until->expert)) return;
+    const int32_t slot = find_place(v.record, v.heat, pass);
+    if (slot == SlotTable::kNone) continue;
+    drive_out(slot, pass - 1);
+    slots_.reserve(slot);
+    slots_.release(v.slot);
+    v.slot = SlotTable::kNone;
+  }
+}
+
+void DevicePager::end_visits(uint64_t passes_done) {
+  for (const HintParts::Visitor& v : hints_->visitors) {
+    if (v.slot == SlotTable::kNone) continue;
+    slots_.evict(v.slot, passes_done);
+    point_at_host(v.record);
+  }
+  hints_->visitors.clear();
+}
+
+uint32_t DevicePager::pool_size() const {
+  if (hints_ == nullptr) return 0;
+  const uint32_t most = (usable_ - spec_.num_transit) / HintParts::kShare;
+  return static_cast<uint32_t>(std::min<uint64_t>(uint64_t{HintParts::kPerRecord} * spec_.hint_records, most));
+}
+
+void DevicePager::fill_pool(uint64_t passes_done) {
+  while (slots_.pool().size() < pool_size()) {
+    int32_t slot = slots_.find_free(passes_done);
+    if (slot == SlotTable::kNone) slot = slots_.find_victim(heat_, passes_done);
+    if (slot == SlotTable::kNone) return;
+    drive_out(slot, passes_done);
+    slots_.reserve(slot);
+  }
 }
 
 // ---- any thread ------------------------------------------------------------------------------------------------------------------------
@@ -221,17 +234,8 @@ void DevicePager::end_hints() {
   HintParts& h = *hints_;
   // A slot may lose its memory, or get other bytes, as soon as this returns.
   if (!chunks_land()) throw Error(GLM53_TIMEOUT, "a copy to the GPU that was begun ahead of a step does not end");
-  land_ahead(enqueued_);
-  for (const HintParts::Ahead& a : h.ahead) {
-    if (!a.landed) {
-      give_up(a, enqueued_);
-      continue;
-    }
-    slots_.read(a.slot, enqueued_);
-    h.counters.dropped += !a.counted;
-  }
-  for (const int32_t slot : h.kept) slots_.read(slot, enqueued_);
-  h.kept.clear();
+  for (const HintParts::Ahead& a : h.ahead) give_up(a, enqueued_);
+  end_visits(enqueued_);
   h.ahead.clear();
   h.named.clear();
   h.next = 0;

@@ -51,7 +51,8 @@ typedef struct PagerSpec {
   uint32_t admit_after;
   uint32_t link_derate;  /* measurements: every record is copied so many times, as over a link of that fraction of the rate; 1 otherwise */
   int64_t* hints;        /* pinned: [num_layers][max_rows * PAGER_HINT_WIDTH]; NULL when hint_records is 0 */
-  uint32_t hint_records; /* most records that one hint brings ahead; 0: there are no hints */
+  uint32_t hint_records; /* most records that one hint brings ahead; twice as many slots, a quarter at most, are set aside for them;
+                            0: there are no hints */
   uint32_t hint_chunk;   /* bytes of one copy of a hint; a step's own copies wait for two of them at most */
 } PagerSpec;
 

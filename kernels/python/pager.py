@@ -87,7 +87,9 @@ class PagerPolicy:
     admit_after: int = 1
     max_copies: int = 64  # records of one layer step; the rest are read in place
     link_derate: int = 1  # measurements: every record is copied so many times, as over a link of that fraction of the rate
-    hint_records: int = 0  # most records that one hint brings ahead of its layer's step; 0: there are no hints
+    # Most records that one hint brings ahead of its layer's step, 0: there are no hints. Twice as many slots, a quarter at most, are set
+    # aside for them.
+    hint_records: int = 0
     hint_chunk: int = 1 << 20  # bytes of one copy of a hint; the copies of a step wait for two of them at most
 
 

@@ -6,11 +6,33 @@
 namespace glm53 {
 
 int32_t SlotTable::find_free(uint64_t passes_done) const {
-  if (used_ == slots_.size()) return kNone;
+  if (free_ == 0) return kNone;
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (slots_[i].id == kNone && slots_[i].last_pass <= passes_done) return static_cast<int32_t>(i);
+    const Slot& s = slots_[i];
+    if (s.id == kNone && !s.reserved && s.last_pass <= passes_done) return static_cast<int32_t>(i);
   }
   return kNone;
+}
+
+int32_t SlotTable::find_reserved(uint64_t passes_done) const {
+  for (const int32_t slot : pool_) {
+    const Slot& s = slots_[static_cast<size_t>(slot)];
+    if (s.id == kNone && s.last_pass <= passes_done) return slot;
+  }
+  return kNone;
+}
+
+void SlotTable::reserve(int32_t slot) {
+  slots_[static_cast<size_t>(slot)].reserved = true;
+  pool_.push_back(slot);
+  --free_;
+}
+
+void SlotTable::release(int32_t slot) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  s.reserved = false;
+  pool_.erase(std::find(pool_.begin(), pool_.end(), slot));
+  free_ += s.id == kNone;
 }
 
 int32_t SlotTable::find_victim(const HeatTable& heat, uint64_t passes_done) const {
@@ -18,7 +40,7 @@ int32_t SlotTable::find_victim(const HeatTable& heat, uint64_t passes_done) cons
   float lowest = std::numeric_limits<float>::infinity();
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& s = slots_[i];
-    if (s.id == kNone || s.landing || s.last_pass > passes_done) continue;
+    if (s.id == kNone || s.landing || s.reserved || s.last_pass > passes_done) continue;
     const float score = heat.score(static_cast<uint32_t>(s.id));
     if (score < lowest) {
       lowest = score;
@@ -31,15 +53,28 @@ int32_t SlotTable::find_victim(const HeatTable& heat, uint64_t passes_done) cons
 int32_t SlotTable::begin_landing(int32_t slot, uint32_t id, uint64_t pass) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   const int32_t evicted = s.id;
-  if (evicted != kNone) {
-    slot_of_[static_cast<size_t>(evicted)] = kNone;
-  } else {
-    ++used_;
-  }
-  s = {static_cast<int32_t>(id), true, pass};
-  slot_of_[id] = slot;
+  if (evicted != kNone) clear(s);
+  occupy(slot, id);
+  s.landing = true;
+  s.last_pass = pass;
   landing_.push_back(slot);
   return evicted;
+}
+
+void SlotTable::occupy(int32_t slot, uint32_t id) {
+  Slot& s = slots_[static_cast<size_t>(slot)];
+  s.id = static_cast<int32_t>(id);
+  slot_of_[id] = slot;
+  ++used_;
+  free_ -= !s.reserved;
+}
+
+void SlotTable::clear(Slot& s) {
+  slot_of_[static_cast<size_t>(s.id)] = kNone;
+  s.id = kNone;
+  s.landing = false;
+  --used_;
+  free_ += !s.reserved;
 }
 
 void SlotTable::land(int32_t slot, uint64_t pass) {
@@ -63,10 +98,7 @@ void SlotTable::settle(uint64_t passes_done, uint64_t failed) {
     if (s.last_pass > passes_done) {
       landing_[kept++] = slot;
     } else if (s.last_pass == failed) {
-      slot_of_[static_cast<size_t>(s.id)] = kNone;
-      s.id = kNone;
-      s.landing = false;
-      --used_;
+      clear(s);
     } else {
       s.landing = false;
     }
@@ -77,9 +109,7 @@ void SlotTable::settle(uint64_t passes_done, uint64_t failed) {
 bool SlotTable::evict(int32_t slot, uint64_t passes_done) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   if (s.id == kNone || s.landing || s.last_pass > passes_done) return false;
-  slot_of_[static_cast<size_t>(s.id)] = kNone;
-  s.id = kNone;
-  --used_;
+  clear(s);
   return true;
 }
 

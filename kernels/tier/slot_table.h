@@ -12,7 +12,7 @@ class SlotTable {
  public:
   static constexpr int32_t kNone = -1;
 
-  SlotTable(uint32_t num_slots, uint32_t num_records) : slots_(num_slots), slot_of_(num_records, kNone) {}
+  SlotTable(uint32_t num_slots, uint32_t num_records) : slots_(num_slots), slot_of_(num_records, kNone), free_(num_slots) {}
 
   // The slot that holds the whole record, or kNone.
   int32_t resident(uint32_t id) const {
@@ -28,6 +28,14 @@ class SlotTable {
     const Slot& s = slots_[static_cast<size_t>(slot)];
     return !s.landing && s.last_pass <= passes_done;
   }
+  // The pool: slots in which a record lies for one step. find_free and find_victim leave them alone. An empty slot joins it; one of it
+  // leaves it together with what lies in it.
+  void reserve(int32_t slot);
+  void release(int32_t slot);
+  bool reserved(int32_t slot) const { return slots_[static_cast<size_t>(slot)].reserved; }
+  const std::vector<int32_t>& pool() const { return pool_; }
+  // An empty slot of the pool whose readers have passed, or kNone.
+  int32_t find_reserved(uint64_t passes_done) const;
   // A slot without a record whose readers have passed, or kNone.
   int32_t find_free(uint64_t passes_done) const;
   // The rewritable resident slot with the lowest score, or kNone. A slot is rewritable when every pass that read it is over.
@@ -51,15 +59,18 @@ class SlotTable {
  private:
   struct Slot {
     int32_t id = kNone;
-    bool landing = false;
+    bool landing = false, reserved = false;
     uint64_t last_pass = 0;  // youngest pass that reads or writes it
   };
+  void occupy(int32_t slot, uint32_t id);
+  void clear(Slot& s);
   void forget_landing(int32_t slot);
 
   std::vector<Slot> slots_;
   std::vector<int32_t> slot_of_;  // record -> slot, also while landing
   std::vector<int32_t> landing_;  // slots
-  uint32_t used_ = 0;
+  std::vector<int32_t> pool_;     // slots
+  uint32_t used_ = 0, free_;      // free_: empty and not of the pool
 };
 
 }  // namespace glm53

@@ -17,7 +17,7 @@ from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Stage, cpu_expert
 from tests.tier.simulated_gpu import COMPUTE, COPY
 from tests.tier.test_fast_pager import Decoding, served, world
 
-POLICY = PagerPolicy(hint_records=3, hint_chunk=8192, admit_margin=0.02)
+POLICY = PagerPolicy(hint_records=3, hint_chunk=8192)
 
 Ids = npt.NDArray[np.int64]
 
@@ -72,7 +72,9 @@ def test_every_placement_gives_the_reference_bits_under_hints(made: Stage, force
                 check_slots(w, made)
         check_counters(w)
         check_slots(w, made)
-        assert w.pager.hint_counters().started > 0
+        hints = w.pager.hint_counters()
+        assert hints.started > 0
+        assert recall < 1 or hints.used + hints.late == hints.started
         assert w.pager.fast_stats()["recomputed_picks"] == 0
 
 

@@ -20,22 +20,25 @@ OFFSETS = np.array([[0, 64, 128, 192]] * LAYERS, np.int64)
 
 
 class World:
+    layers, experts, top_k = LAYERS, EXPERTS, TOP_K
+
     def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None) -> None:
+        self.offsets = np.repeat(OFFSETS[:1], self.layers, axis=0)
         self.gpu = SimulatedGpu(seed, STRIDE)
-        self.host = np.random.default_rng(seed).integers(0, 256, (LAYERS * EXPERTS, STRIDE), np.uint8)
+        self.host = np.random.default_rng(seed).integers(0, 256, (self.layers * self.experts, STRIDE), np.uint8)
         self.slots = np.zeros((max(num_slots, 1), STRIDE), np.uint8)
-        self.table = np.zeros((LAYERS, OFFSETS.shape[1], EXPERTS), np.int64)
+        self.table = np.zeros((self.layers, OFFSETS.shape[1], self.experts), np.int64)
         self.mirror = np.zeros_like(self.table)
-        self.picks = np.zeros((LAYERS, ROWS * TOP_K), np.int64)
+        self.picks = np.zeros((self.layers, ROWS * self.top_k), np.int64)
         self.words = np.zeros(WORDS_BYTES, np.uint8)
-        self.hint_ids = np.zeros((LAYERS, ROWS * HINT_WIDTH), np.int64)
+        self.hint_ids = np.zeros((self.layers, ROWS * HINT_WIDTH), np.int64)
         layout = PagerLayout(
-            LAYERS,
-            EXPERTS,
+            self.layers,
+            self.experts,
             num_slots,
             num_transit,
             ROWS,
-            TOP_K,
+            self.top_k,
             STRIDE,
             self.host.ctypes.data,
             self.host.ctypes.data,
@@ -48,15 +51,15 @@ class World:
             COPY,
             self.hint_ids.ctypes.data,
         )
-        self.pager = Pager(layout, OFFSETS, policy, self.gpu.driver)
+        self.pager = Pager(layout, self.offsets, policy, self.gpu.driver)
         self.kept: list[np.ndarray] = []
         self.reads_on_host = self.reads = 0
 
     def kernel(self, layer: int, experts: list[int]) -> None:
         """Runs on the simulated GPU: every picked record is read through the table, part by part."""
         for expert in experts:
-            record = self.host[layer * EXPERTS + expert]
-            for part, offset in enumerate(OFFSETS[layer]):
+            record = self.host[layer * self.experts + expert]
+            for part, offset in enumerate(self.offsets[layer]):
                 address = int(self.table[layer, part, expert])
                 self.reads += 1
                 self.reads_on_host += self.host.ctypes.data <= address < self.host.ctypes.data + self.host.nbytes
