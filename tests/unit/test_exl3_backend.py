@@ -16,6 +16,7 @@ from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
 from services.gpu_worker.backends.exl3.first_uses import CAREFUL, SHORT
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
+from services.gpu_worker.patches import decode_blocks
 from services.gpu_worker.patches.replace import Replacements
 from tests.worker.harness import until
 from tests.worker.test_arena_check import FakeArena, reload
@@ -145,6 +146,26 @@ def test_the_first_passes_of_a_shape_run_layer_by_layer(made: Any) -> None:
         backend.decode([one], [1])
     # From the first token on, and from SHORT.
     assert experts.careful[2:] == [True] * CAREFUL + [False] * (64 - CAREFUL) + [True]
+
+
+@pytest.mark.parametrize("prompts_first", [True, False])
+def test_a_prompt_of_one_token_takes_no_careful_pass_off_decode_steps(made: Any, prompts_first: bool) -> None:
+    """Nor the other way round: they run different code for the same numbers of streams and tokens."""
+    backend, model, _, experts = made
+    stream = backend.open_stream()
+
+    def prompt() -> None:
+        backend.prefill(stream, [1], all_logits=False)
+
+    def step() -> None:
+        backend.decode([stream], [1])
+
+    for run in (prompt, step) if prompts_first else (step, prompt):
+        for _ in range(CAREFUL + 1):
+            run()
+    assert experts.careful == 2 * ([True] * CAREFUL + [False])
+    steps = [decode_blocks.DECODE in params for _, params in model.calls]
+    assert steps == (CAREFUL + 1) * [not prompts_first] + (CAREFUL + 1) * [prompts_first]
 
 
 def test_scores_come_for_every_position_in_bounded_pieces(made: Any) -> None:

@@ -281,7 +281,7 @@ class Exl3Backend:
         if len(token_ids) > 1:
             self.experts.begin_prefill(len(token_ids))
         if len(token_ids) <= DECODE_ROWS:
-            self._go_carefully(1, len(token_ids), stream.length, len(part.params["block_table"][0]))
+            self._go_carefully(1, len(token_ids), stream.length, len(part.params["block_table"][0]), prompt=True)
         logits = self._model.forward(part.ids, part.params)
         stream.length += len(token_ids)
         result: Logits = logits[0, -rows:, : self.info.vocab_size].float().cpu().numpy()
@@ -328,7 +328,7 @@ class Exl3Backend:
         if rows <= decode_blocks.MAX_ROWS:
             params[decode_blocks.DECODE] = rows
         if rows <= DECODE_ROWS:
-            self._go_carefully(rows, 1, max(stream.length for stream in batch), width)
+            self._go_carefully(rows, 1, max(stream.length for stream in batch), width, prompt=False)
         else:
             # The experts are computed as a prefill's. Not announced it could be taken for a further part of a pass that broke off.
             self.experts.begin_prefill(rows)
@@ -343,9 +343,9 @@ class Exl3Backend:
         self.experts.between_passes()
         return result
 
-    def _go_carefully(self, streams: int, tokens: int, length: int, width: int) -> None:
+    def _go_carefully(self, streams: int, tokens: int, length: int, width: int, *, prompt: bool) -> None:
         """The first passes of a shape, which is as `FirstUses` has it, run layer by layer."""
-        self.experts.layer_by_layer(self._first_uses.is_first(streams, tokens, length, -(-width // _TABLE_STEP)))
+        self.experts.layer_by_layer(self._first_uses.is_first(streams, tokens, length, -(-width // _TABLE_STEP), prompt=prompt))
 
     def _pinned(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, NDArray[Any]]:
         """A pinned buffer that is used again, and the same memory for the host to write; the step before has been waited for."""

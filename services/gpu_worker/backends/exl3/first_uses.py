@@ -19,9 +19,9 @@ class FirstUses:
     """Counts passes by shape."""
 
     def __init__(self) -> None:
-        self._passes: Counter[tuple[int, int, int, int]] = Counter()
+        self._passes: Counter[tuple[bool, int, int, int, int]] = Counter()
 
-    def is_first(self, streams: int, tokens: int, length: int, width: int) -> bool:
+    def is_first(self, streams: int, tokens: int, length: int, width: int, *, prompt: bool) -> bool:
         """True for the first CAREFUL passes of a shape.
 
         Args:
@@ -29,8 +29,9 @@ class FirstUses:
             tokens: of each stream.
             length: of the longest context. What runs changes where a context outgrows a power of two: attention becomes sparse there.
             width: columns of the block table, in steps as block tables come: splits are made of it.
+            prompt: the pass is a piece of one. A decode step of one token runs other code around the same kernels, with memory of its own.
         """
-        shape = (streams, tokens, max(length, SHORT - 1).bit_length(), width)
+        shape = (prompt, streams, tokens, max(length, SHORT - 1).bit_length(), width)
         if self._passes[shape] >= CAREFUL:
             return False
         self._passes[shape] += 1
