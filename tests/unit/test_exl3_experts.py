@@ -261,6 +261,32 @@ def test_a_pass_that_breaks_off_inside_a_layer_leaves_no_stale_address(then: str
     world.prefill()
 
 
+def break_off(world: World) -> int:
+    """A staged pass whose kernels of layer 0 fail; returns the bytes that were staged for it until then."""
+    world.store.begin_prefill(100)
+    world.store.before_experts(0, 100, None)
+    return int(world.store.stats()["bytes_staged"])
+
+
+def test_nothing_more_is_staged_for_a_pass_that_broke_off() -> None:
+    """The next decode step's records would stand behind a layer's that nobody reads."""
+    world = World(LAYERS * EXPERTS // 2, ExpertOptions(stage_min_rows=9))
+    staged = break_off(world)
+    world.store.before_experts(0, 1, torch.tensor([[0, 1, 2, 3]]))
+    assert world.store.stats()["bytes_staged"] == staged
+    assert staged > 0
+
+
+def test_records_that_are_placed_behind_a_pass_that_broke_off_leave_no_stale_address() -> None:
+    """Every expert of the broken layer is read where it is, also when the slots of its staged copies hold other records."""
+    world = World(LAYERS * EXPERTS // 2, ExpertOptions(stage_min_rows=9))
+    break_off(world)
+    world.store.place(range((LAYERS - 1) * EXPERTS, LAYERS * EXPERTS))
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            world.read(layer, expert)
+
+
 def test_a_prefill_gives_the_decode_set_back() -> None:
     """Records that lent their slots to a staged prefill are resident again after a few decode steps, without being picked."""
     world = World(8, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))

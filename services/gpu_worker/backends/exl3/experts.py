@@ -329,6 +329,8 @@ class ExpertStore:
     def _end_staging(self) -> None:
         """The staged pass is over. One that broke off inside a layer left that layer's tables at slots which are about to be used again."""
         if self._staging is not None and self._staging.inside != NONE:
+            # Its further layers' records are for nobody: what comes next would wait for them in the copy engine.
+            self._staging.next_layer = len(self._staging.experts)
             self._leave_staged(self._staging, self._staging.inside)
         self._staging, self._staging_open = None, False
 
@@ -443,6 +445,7 @@ class ExpertStore:
     def place(self, records: Iterable[int]) -> None:
         """Makes exactly these records resident, in the first slots. Waits for the device: for tests and measurements."""
         wanted = list(records)
+        self._end_staging()
         torch.cuda.synchronize(self._table.device)
         if self._elastic is not None and wanted:
             self._elastic.before_decode()
@@ -450,7 +453,6 @@ class ExpertStore:
             self._place_on_demand(self._on_demand, wanted)
             return
         with self._lock:
-            self._staging = None
             self._landings.clear()
             self._pick_rows[:] = 0
             lost = self.placement.vacate(range(self.placement.num_slots), remember=False)
@@ -473,7 +475,6 @@ class ExpertStore:
         self.place(int(record) for record in order[: self.placement.num_slots])
 
     def _place_on_demand(self, pager: OnDemand, wanted: list[int]) -> None:
-        self._staging = None
         pager.vacate(0, self.placement.num_slots)
         for slot, record in enumerate(wanted[: self.placement.usable - pager.num_transit], pager.num_transit):
             self._slots[slot].copy_(self._records.host[record])
