@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from kernels.python import cuda_expert
+from kernels.python.errors import TierTimeout
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import FastOptions, FastPager, Forced
 from kernels.python.pager import PagerPolicy
+from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3 import fast
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.fast import FastSetup
@@ -215,6 +217,22 @@ def test_layer_by_layer_a_step_is_answered_behind_its_second_half(made: Stage, m
     world.store.layer_by_layer(False)
     world.decode()
     assert calls[3 * LAYERS :] == ["publish", "finish"] * LAYERS
+    world.store.close()
+
+
+@pytest.mark.parametrize("call", ["publish", "finish", "catch_up"])
+def test_a_step_that_the_device_does_not_take_loses_the_backend(made: Stage, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Whichever call it is: a refusal, or a device that the host would have waited for in vain. Further passes would wait as long."""
+    world = World(made, 9, lane=False)
+    world.store.layer_by_layer(True)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TierTimeout("the device did not come")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store._fast._pager, call, fail, raising=False)  # type: ignore[union-attr]
+        with pytest.raises(BackendLostError, match="the device did not come"):
+            world.decode()
     world.store.close()
 
 

@@ -244,6 +244,24 @@ def test_layer_by_layer_every_step_is_answered_before_the_next_call(driver: Imme
         world.store.before_experts(0, 1, picks)
 
 
+@pytest.mark.parametrize("call", ["step", "ask", "wait", "hint"])
+def test_a_step_that_the_device_does_not_take_loses_the_backend(
+    driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whichever call it is: a refusal, or a device that the host would have waited for in vain. Further passes would wait as long."""
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly([]))
+    world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
+    if call != "step":
+        world.store.hint_from(lambda _layer, _rows: torch.zeros(1, 4, dtype=torch.int64))
+
+    def fail(*_: Any) -> None:
+        raise TierTimeout("the device did not come")
+
+    monkeypatch.setattr(world.store._on_demand._pager, call, fail, raising=False)  # type: ignore[union-attr]
+    with pytest.raises(BackendLostError, match="the device did not come"):
+        world.store.before_experts(0, 1, torch.tensor([[0, 1, 2, 3]]))
+
+
 def test_a_store_that_can_use_no_hints_refuses_them(driver: ImmediateDriver) -> None:
     """Without a pager, and where its policy brings nothing ahead; no counters of hints are told then."""
     for options in (ExpertOptions(), ExpertOptions(on_demand=True)):

@@ -22,10 +22,12 @@ import torch
 
 from kernels.python import cuda_expert
 from kernels.python.cuda_expert import CudaExperts
+from kernels.python.errors import KernelError
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import FastLayout, FastOptions, FastPager, Forced
 from kernels.python.pager import PagerLayout, PagerPolicy
 from kernels.python.region import Region
+from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3.first_launches import FirstLaunches
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.records import PinnedRecords
@@ -164,6 +166,8 @@ class FastSteps(OnDemand):
         Args:
             layer: loaded.
             stock: exllamav3's own, which computes the shared expert too where it has one inside.
+
+        The step raises BackendLostError when the device refuses a call, or does not come to a step.
         """
         out: torch.Tensor = layer.mlp.experts_cfg.out_bszn
         shared = out.data_ptr() if layer.mlp.bc_sh_exp else 0
@@ -177,12 +181,15 @@ class FastSteps(OnDemand):
             if rows not in checked:
                 check_arguments(y, selected, weights, self._hidden, self._top_k)
                 checked.add(rows)
-            self.begin(layer.index, y, selected)
-            if shared:
-                stock(y, selected, self._no_weights[:rows])
-            if self._early is not None:
-                self.hint(layer.index, rows, self._stream())
-            self.end(layer.index, weights, out, shared)
+            try:
+                self.begin(layer.index, y, selected)
+                if shared:
+                    stock(y, selected, self._no_weights[:rows])
+                if self._early is not None:
+                    self.hint(layer.index, rows, self._stream())
+                self.end(layer.index, weights, out, shared)
+            except KernelError as error:
+                raise BackendLostError(str(error)) from error
 
         return run
 

@@ -88,30 +88,33 @@ class OnDemand:
         return Pager(layout, records.offsets, policy)
 
     def step(self, layer: int, rows: int, selected: torch.Tensor) -> None:
-        """Enqueues request and wait of a layer step behind its router, and between them the hint for the next layer."""
+        """Enqueues request and wait of a layer step behind its router, and between them the hint for the next layer.
+
+        Raises:
+            BackendLostError: the driver refuses a call, or the device does not come to a step.
+        """
         stream = self._stream()
-        if self._early is None:
-            self._pager.step(layer, rows, selected.data_ptr(), stream)
-        else:
-            self._pager.ask(layer, rows, selected.data_ptr(), stream)
-            try:
-                self.hint(layer, rows, stream)
-            finally:
-                self._pager.wait(stream)
-        self._settle()
+        try:
+            if self._early is None:
+                self._pager.step(layer, rows, selected.data_ptr(), stream)
+            else:
+                self._pager.ask(layer, rows, selected.data_ptr(), stream)
+                try:
+                    self.hint(layer, rows, stream)
+                finally:
+                    self._pager.wait(stream)
+            self._settle()
+        except KernelError as error:
+            raise BackendLostError(str(error)) from error
 
     def _settle(self) -> None:
         """Layer by layer: the device does not wait for the pager any more when the next call comes.
 
         Raises:
-            BackendLostError: the device does not come to the step.
+            KernelError: the device does not come to the step.
         """
-        if not self.layer_by_layer:
-            return
-        try:
+        if self.layer_by_layer:
             self._pager.catch_up()
-        except KernelError as error:
-            raise BackendLostError(str(error)) from error
 
     def hint_from(self, early: EarlyPicks) -> None:
         """Every step brings ahead what `early` guesses of the next layer.
