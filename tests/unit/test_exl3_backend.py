@@ -14,7 +14,7 @@ from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
-from services.gpu_worker.backends.exl3.first_uses import CAREFUL, SHORT
+from services.gpu_worker.backends.exl3.first_uses import CAREFUL, SHORT, FirstUses
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted
 from services.gpu_worker.patches import decode_blocks
 from services.gpu_worker.patches.replace import Replacements
@@ -146,6 +146,16 @@ def test_the_first_passes_of_a_shape_run_layer_by_layer(made: Any) -> None:
         backend.decode([one], [1])
     # From the first token on, and from SHORT.
     assert experts.careful[2:] == [True] * CAREFUL + [False] * (64 - CAREFUL) + [True]
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_a_pass_whose_own_tokens_outgrow_a_power_of_two_is_of_another_shape(tokens: int) -> None:
+    """Attention is sparse from the pass on that ends behind 2,048 tokens, wherever it begins."""
+    uses, limit = FirstUses(), 2 * SHORT
+    for _ in range(CAREFUL):
+        assert uses.is_first(1, tokens, limit - tokens, 1, prompt=True)
+    assert not uses.is_first(1, tokens, limit - tokens, 1, prompt=True)
+    assert uses.is_first(1, tokens, limit - tokens + 1, 1, prompt=True)
 
 
 @pytest.mark.parametrize("prompts_first", [True, False])

@@ -27,11 +27,12 @@ class FirstUses:
         Args:
             streams: of the pass.
             tokens: of each stream.
-            length: of the longest context. What runs changes where a context outgrows a power of two: attention becomes sparse there.
+            length: of the longest context, without these tokens. What runs changes where a context with them outgrows a power of two:
+                attention becomes sparse there.
             width: columns of the block table, in steps as block tables come: splits are made of it.
             prompt: the pass is a piece of one. A decode step of one token runs other code around the same kernels, with memory of its own.
         """
-        shape = (prompt, streams, tokens, max(length, SHORT - 1).bit_length(), width)
+        shape = (prompt, streams, tokens, max(length + tokens - 1, SHORT - 1).bit_length(), width)
         if self._passes[shape] >= CAREFUL:
             return False
         self._passes[shape] += 1
