@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import time
 import types
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 from bench import fast_figures, gpu_fast, gpu_fast_hints, gpu_fast_rig, routing_trace, slice_hints
-from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.exl3 import loader
 from services.gpu_worker.backends.exl3.experts import ExpertStore
 from tests.tier.harness import EXPERTS, LAYERS, TOP_K, Stage
@@ -94,8 +92,6 @@ def test_every_row_is_measured_beside_those_without_hints(rig: Any, made: Stage,
     def waiting(store: Any, layer: int) -> None:
         time.sleep(0.001)  # an attention's time, in which the copies run
 
-    # Of eight experts none is ever cold, and a hint takes cold records' slots: here they cool down within a step or two.
-    monkeypatch.setattr(gpu_fast_rig, "PagerPolicy", functools.partial(PagerPolicy, slow_half_life=0.3, fast_half_life=0.3))
     monkeypatch.setattr(loader, "guess_early", guess_early)
     monkeypatch.setattr(ExpertStore, "after_experts", waiting)
     monkeypatch.setattr(gpu_fast_hints, "prepare", lambda _results: None)
@@ -126,9 +122,8 @@ def test_every_row_is_measured_beside_those_without_hints(rig: Any, made: Stage,
             assert 0 <= row["hint_recall_on_misses"] <= 1
             assert 0 <= row["hint_precision_on_misses"] <= 1
             assert row["hint_named_per_step"] >= row["hint_started_per_step"]
-            if row["streams"] == 1:  # four pick every expert in every step: no record is colder than a new one
-                assert row["hint_started_per_step"] > 0
-                assert 0 <= row["hint_landed_share"] <= row["hint_picked_share"] <= 1
+            assert row["hint_started_per_step"] > 0
+            assert 0 <= row["hint_landed_share"] <= row["hint_picked_share"] <= 1
     wanted = [name for name in fast_figures.NEEDS if name.startswith("hint_")]
     assert len(wanted) == 7
     assert all(results.summary[name] is not None for name in wanted)
