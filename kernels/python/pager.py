@@ -14,7 +14,7 @@ from kernels.python.errors import raise_last
 
 WORDS_BYTES = 256
 HINT_WIDTH = 16  # most ids of a row of a hint
-CATCH_UP_S = 60.0  # for the device to come to a decode step; a prefill may be before it
+CATCH_UP_S = 45.0  # for the device to come to a decode step, a prefill may be before it; less than the watchdog's, which knows less
 
 
 class PagerDriver(ctypes.Structure):

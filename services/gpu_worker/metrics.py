@@ -47,7 +47,9 @@ class EngineMetrics:
         )
         self._between = Histogram("glm53_inter_token_seconds", "Between two tokens of a request.", buckets=_SECONDS, registry=r)
         self._longest_gap = Gauge(
-            "glm53_longest_token_gap_seconds", "Longest time between two tokens of a request: others' prompts lie between.", registry=r
+            "glm53_longest_token_gap_seconds",
+            "Longest time between two tokens of a request, whatever lay between: prompts of others, a slow reader, a put-back.",
+            registry=r,
         )
         self._longest = 0.0
         self._whole = Histogram("glm53_request_seconds", "From submission to the end.", buckets=_SECONDS, registry=r)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kernels.python.expert import ExpertShape
+from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3 import experts
 from services.gpu_worker.backends.exl3.experts import STAGE_RUN, ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
@@ -335,6 +336,16 @@ def test_a_damaged_slot_is_counted() -> None:
     world.store._slots[1, 100] ^= 1
     report = world.store.verify()
     assert (report.records_checked, report.records_bad, report.slots_checked, report.slots_bad) == (LAYERS * EXPERTS, 0, 2, 1)
+
+
+def test_a_slot_that_cannot_be_read_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify() while the device hangs: the thread that asked gets an error."""
+    monkeypatch.setattr(experts, "FETCH_S", 0.05)
+    world = World(4, ExpertOptions())
+    world.store.place([3])
+    FakeEvent.done = False
+    with pytest.raises(BackendLostError, match="slot 0 cannot be read"):
+        world.store.verify()
 
 
 def test_a_warm_up_leaves_the_cache_alone() -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.python.pager import HintCounters, PagerPolicy
-from services.gpu_worker.backends.base import VerifyReport
+from services.gpu_worker.backends.base import BackendLostError, VerifyReport
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
@@ -37,6 +38,7 @@ from services.gpu_worker.patches.dispatch import DecodeStep, EarlyPicks
 from services.gpu_worker.patches.expert_load import MoeLayer
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
+FETCH_S = 10.0  # to read one slot
 STAGE_RUN = 8  # records of one copy to a staging slot: what other copies of the pass may stand behind
 
 
@@ -542,19 +544,38 @@ class ExpertStore:
             for expert in range(self._records.num_experts):
                 bad += not arena.check(layer, expert)
         checked = bad_slots = 0
+        held = pinned_empty((-(-self._records.stride // 8),)).view(torch.uint8)[: self._records.stride]
         for slot in range(self.placement.num_slots):
             # One slot at a time, so that no step waits for more than one copy.
             with self._lock:
                 record = self._record_in(slot)
                 if record == NONE:
                     continue
-                held = self._slots[slot].cpu()
+                self._fetch(slot, held)
                 if self._record_in(slot) != record:
                     continue  # the pager, which this lock does not hold, has used it again
             checked += 1
             size = self._records.shapes[record // self._records.num_experts].record_bytes
             bad_slots += not torch.equal(held[:size], self._records.host[record][:size])
         return VerifyReport(self._records.num_records, bad, checked, bad_slots)
+
+    def _fetch(self, slot: int, into: torch.Tensor) -> None:
+        """Copies a slot to pinned memory, from any thread and while steps run.
+
+        Behind what the copy stream was given, which may still write the slot. The wait is not the driver's: the device may be waiting for
+        the pager, and who waits for it inside the driver may hold what the pager's calls need.
+
+        Raises:
+            BackendLostError: the copy does not end.
+        """
+        done, deadline = torch.cuda.Event(), time.monotonic() + FETCH_S
+        with torch.cuda.stream(self._copy_stream):
+            into.copy_(self._slots[slot], non_blocking=True)
+            done.record()
+        while not done.query():
+            if time.monotonic() > deadline:
+                raise BackendLostError(f"slot {slot} cannot be read within {FETCH_S:g} s: the device is lost")
+            time.sleep(0.0002)
 
 
 def hint_stats(counters: HintCounters | None) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 
 # The first pass compiles, the second one captures, further ones replay. What comes with every so many tokens (a pool of keys is full with
-# 16) comes within these.
-CAREFUL = 16
+# 16) comes within these, also where streams join and leave meanwhile.
+CAREFUL = 32
 SHORT = 1024  # contexts of fewer tokens run the same
 
 
