@@ -9,6 +9,7 @@ Ways to block, each while a stream waits for a word:
     words        the same with words that the stream writes
     synchronise  the host waits for the device
     first_use    a kernel is launched for the first time, so that its code is loaded
+    pageable     one number is copied from ordinary host memory, as torch.tensor([1], device="cuda") does
 
 For each: whether the thread blocks, and how long another thread's copy to the device, on a stream of its own, takes to be enqueued then.
 The word is raised by a store, which needs no driver: whatever blocks goes on after RELEASE_S.
@@ -32,7 +33,7 @@ END_S = 60.0
 BYTES = 9_474_048  # of a record
 GRAPH_KERNELS = 20
 FILLS = ("launches", "graphs", "words")
-WAYS = (*FILLS, "synchronise", "first_use")
+WAYS = (*FILLS, "synchronise", "first_use", "pageable")
 
 
 class Device(Protocol):
@@ -60,6 +61,10 @@ class Device(Protocol):
 
     def first_use(self) -> None:
         """A kernel on the compute stream that was never launched in this process."""
+        ...
+
+    def pageable(self) -> None:
+        """A number in ordinary memory is copied to the device on the compute stream."""
         ...
 
     def copy(self) -> None:
@@ -97,6 +102,7 @@ class Gpu:
                 self._small.add_(1)
         self.graphs()
         self.words()
+        self.pageable()
         self.copy()
         torch.cuda.synchronize()
 
@@ -128,6 +134,10 @@ class Gpu:
     def first_use(self) -> None:
         with self._torch.cuda.stream(self._compute):
             self._small.erfinv_()
+
+    def pageable(self) -> None:
+        with self._torch.cuda.stream(self._compute):
+            self._torch.tensor([1], device="cuda")
 
     def copy(self) -> None:
         self._torch.cuda.set_device(0)  # this thread's context

@@ -56,6 +56,9 @@ class Driver:
         if self._loads_wait:
             self._wait()
 
+    def pageable(self) -> None:
+        self._wait()
+
     def copy(self) -> None:
         with self._inside():
             self.copies += 1
@@ -83,10 +86,11 @@ def test_a_full_queue_that_keeps_the_lock_stops_the_pager(tmp_path: Path, monkey
         "words_stops_the_pager": False,
         "synchronise_stops_the_pager": True,
         "first_use_stops_the_pager": False,
+        "pageable_stops_the_pager": True,
     }
 
 
-@pytest.mark.parametrize("way", ["launches", "graphs", "synchronise", "first_use"])
+@pytest.mark.parametrize("way", ["launches", "graphs", "synchronise", "first_use", "pageable"])
 def test_a_driver_that_lets_others_go_on(way: str) -> None:
     """The thread blocks, the copy does not."""
     device = Driver(10, keeps_lock=False)
