@@ -18,8 +18,8 @@ import torch
 
 from kernels.python.expert import ExpertShape
 from services.gpu_worker.backends.base import BackendLostError
-from services.gpu_worker.backends.exl3 import experts
-from services.gpu_worker.backends.exl3.experts import STAGE_RUN, ExpertOptions, ExpertStore
+from services.gpu_worker.backends.exl3 import experts, staging
+from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
 from services.gpu_worker.backends.exl3.records import typed_part
 from services.gpu_worker.patches import pointer_tables
@@ -75,7 +75,8 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: setattr(FakeEvent, "done", True))
-    monkeypatch.setattr(experts, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
+    for module in (experts, staging):
+        monkeypatch.setattr(module, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
 
 
 class FakeRecords:
@@ -229,7 +230,7 @@ def test_the_compute_stream_of_a_staged_pass_stands_behind_no_copy_of_records(mo
     first = next(i for i, (aside, _) in enumerate(copies) if aside)
     assert first == 1, "the tables go ahead of the records"
     assert all(aside for aside, _ in copies[first:])
-    assert max(count for aside, count in copies if aside) == STAGE_RUN
+    assert max(count for aside, count in copies if aside) == staging.RUN
 
 
 def test_halves_hold_what_lost_its_slot_to_them_too() -> None:
@@ -404,7 +405,7 @@ def test_a_repair_ends_a_prefill_that_broke_off() -> None:
     world.records.damage(1)
     world.store.begin_prefill(100)
     world.store.before_experts(0, 100, None)
-    assert world.store._staged_slot(0, 1) != NONE
+    assert world.store._staging.slot_of(0, 1) != NONE
     world.store.repair(0, 1, world.records.pristine[1].numpy())
     for expert in range(EXPERTS):
         world.read(0, expert)

@@ -310,7 +310,7 @@ def test_a_layer_stays_staged_until_its_last_part_is_launched() -> None:
             assert in_slots(layer)
             store.after_experts(layer)
         assert in_slots(layer)
-        assert store._staged_slot(layer, 3) != NONE
+        assert store._staging.slot_of(layer, 3) != NONE
         store.before_experts(layer, 40, None)
         assert in_slots(layer)
         for expert in range(EXPERTS):

@@ -195,7 +195,7 @@ def test_staged_halves_lie_in_front_of_what_is_lent(lent: Lent) -> None:
     world.store.place(range(12))
     lent.slots.need = ActivationNeed({LONG: 6 * STRIDE})
     world.store.begin_prefill(LONG)
-    staging = world.store._staging
+    staging = world.store._staging.now
     assert staging is not None
     first, second = staging.first
     half = second - first

@@ -6,8 +6,8 @@ both nothing waits: a record in a slot is read there (HIT), any other in
 pinned host memory. What was picked is copied to the host behind the router; between two steps the placement decides what to admit, the
 copies run on a stream of their own beside the next step, and a record counts as resident when a later look finds its copy done.
 
-Prefill: what is missing is staged a layer ahead. The last slots are lent for it as two halves, one per layer in turn: layer l computes from
-one while layer l + 1 lands in the other. A pass of two parts (joined.py) computes a layer twice before it goes on to the next one.
+Prefill: what is missing is staged a layer ahead (staging.py); the last slots are lent for it. A pass of two parts (joined.py) computes a
+layer twice before it goes on to the next one.
 
 Every write of an address is enqueued on the compute stream between the kernels that must see the old one and those that must see the new
 one. A slot is overwritten only behind an event that the compute stream records after the last kernel that may read it.
@@ -31,15 +31,15 @@ from services.gpu_worker.backends.base import BackendLostError, VerifyReport
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
-from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions, runs
+from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
+from services.gpu_worker.backends.exl3.staging import Staging
 from services.gpu_worker.patches.dispatch import DecodeStep, EarlyPicks
 from services.gpu_worker.patches.expert_load import MoeLayer
 
 DECODE_ROWS = 8  # exllamav3's decode kernels take so many rows
 FETCH_S = 10.0  # to read one slot
-STAGE_RUN = 8  # records of one copy to a staging slot: what other copies of the pass may stand behind
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,6 @@ class Landing:
 
     done: Any
     moves: list[Move]
-
-
-@dataclass
-class Staging:
-    """One staged prefill pass."""
-
-    first: tuple[int, int]  # first slot of each half
-    experts: list[NDArray[np.int64]]  # per layer: experts that are staged, ascending
-    staged: list[Any]  # per layer: event, recorded when its copies are done
-    computed: list[Any]  # per layer: event, recorded when its kernels are done
-    next_layer: int = 0  # the next layer to stage
-    inside: int = NONE  # the layer whose tables point at staged records
 
 
 class ExpertStore:
@@ -126,15 +114,11 @@ class ExpertStore:
         self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
         self._pick_rows = np.zeros(records.num_layers, np.int64)
         self._picks_ready = torch.cuda.Event()
-        # [0] staged, [1] resting tables of every layer; the device has its own before the first record of a staged pass is on its way.
-        self._staged_tables = pinned_empty((2, *table.shape))
-        self._staged_on_device = torch.empty((2, *table.shape), dtype=table.dtype, device=table.device)
-        self._staging: Staging | None = None
+        self._staging = Staging(records, table, self._slots, self._copy_stream, self._base)
         self._staging_open = False
         self._part_follows = False
-        self._staged_tables_read = torch.cuda.Event()
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
-        names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied bytes_staged staged_passes"
+        names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied"
         self._counters = dict.fromkeys(names.split(), 0)
 
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
@@ -155,17 +139,16 @@ class ExpertStore:
             self.begin_prefill(rows)
         # While a part of the pass follows, it is not layer 0 of another pass that comes next.
         self._staging_open = self._part_follows
-        if self._staging is not None:
-            self._enter_staged(self._staging, layer)
+        self._staging.enter(layer)
 
     def after_experts(self, layer: int) -> None:
         """The layer's kernels are enqueued."""
-        if self._staging is not None and self._staging.inside == layer and not self._part_follows:
-            self._leave_staged(self._staging, layer)
+        if not self._part_follows:
+            self._staging.leave(layer)
 
     def before_single_expert(self, layer: int, expert: int) -> None:
         """The next kernel reads the expert's tensors: they are pointed at where its tables point."""
-        slot = self._staged_slot(layer, expert)
+        slot = self._staging.slot_of(layer, expert)
         if slot == NONE:
             slot = int(self._where[layer, expert])
         self._tensors.point(layer, expert, slot)
@@ -294,16 +277,9 @@ class ExpertStore:
         half = self._half_to_lend()
         if self.paused or rows < self.options.stage_min_rows or half == 0:
             return
-        # The tables in pinned memory belong to the pass before until the device has them.
-        self._staged_tables_read.synchronize()
         first = self.placement.usable - 2 * half
         self._lend(first)
-        self._staging = self._plan_staging(half, (first, first + half))
-        self._staged_on_device.copy_(self._staged_tables, non_blocking=True)
-        self._staged_tables_read.record()
-        self._counters["staged_passes"] += 1
-        self._stage_next(self._staging)
-        self._stage_next(self._staging)
+        self._staging.begin(self._where, half, first)
 
     def _half_to_lend(self) -> int:
         """Slots of each half: as many as the layer that misses most can fill, what loses its slot to the halves counted too."""
@@ -329,12 +305,8 @@ class ExpertStore:
             self._part_follows = False
 
     def _end_staging(self) -> None:
-        """The staged pass is over. One that broke off inside a layer left that layer's tables at slots which are about to be used again."""
-        if self._staging is not None and self._staging.inside != NONE:
-            # Its further layers' records are for nobody: what comes next would wait for them in the copy engine.
-            self._staging.next_layer = len(self._staging.experts)
-            self._leave_staged(self._staging, self._staging.inside)
-        self._staging, self._staging_open = None, False
+        self._staging.end()
+        self._staging_open = False
 
     def _lend(self, first: int) -> None:
         """Empties the slots from `first` on."""
@@ -351,71 +323,6 @@ class ExpertStore:
         self.placement.limit(usable)
         if self._on_demand is not None:
             self._on_demand.limit(usable)
-
-    def _plan_staging(self, half: int, first: tuple[int, int]) -> Staging:
-        num_layers, num_experts = self._where.shape
-        experts = [np.flatnonzero(self._where[layer] == NONE)[:half] for layer in range(num_layers)]
-        tables = self._staged_tables.numpy()
-        all_experts = np.arange(num_experts)
-        for layer, chosen in enumerate(experts):
-            slots = self._where[layer].copy()
-            layers = np.full(num_experts, layer)
-            offsets = self._records.offsets[layer][:, None]
-            tables[1, layer] = self._base(layers, all_experts, slots) + offsets
-            slots[chosen] = first[layer % 2] + np.arange(len(chosen))
-            tables[0, layer] = self._base(layers, all_experts, slots) + offsets
-        events = [torch.cuda.Event() for _ in range(2 * num_layers)]
-        return Staging(first, experts, events[:num_layers], events[num_layers:])
-
-    def _stage_next(self, staging: Staging) -> None:
-        """Starts the copies of the next layer, behind the kernels that read its half of the slots last."""
-        layer = staging.next_layer
-        if layer >= len(staging.experts):
-            return
-        staging.next_layer += 1
-        if layer < 2:
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
-        else:
-            self._copy_stream.wait_event(staging.computed[layer - 2])
-        slot, record = staging.first[layer % 2], layer * self._records.num_experts
-        with torch.cuda.stream(self._copy_stream):
-            for expert, count in runs((int(e) for e in staging.experts[layer]), STAGE_RUN):
-                source = self._records.host[record + expert : record + expert + count]
-                self._slots[slot : slot + count].copy_(source, non_blocking=True)
-                slot += count
-            staging.staged[layer].record()
-        self._counters["bytes_staged"] += len(staging.experts[layer]) * self._records.stride
-
-    def _enter_staged(self, staging: Staging, layer: int) -> None:
-        while staging.next_layer <= layer:
-            self._stage_next(staging)
-        torch.cuda.current_stream(self._table.device).wait_event(staging.staged[layer])
-        self._take_tables(layer, 0)
-        staging.inside = layer
-
-    def _leave_staged(self, staging: Staging, layer: int) -> None:
-        self._take_tables(layer, 1)
-        staging.inside = NONE
-        staging.computed[layer].record()
-        self._stage_next(staging)
-
-    def _take_tables(self, layer: int, which: int) -> None:
-        """A layer's tables become its staged (0) or resting (1) ones.
-
-        A kernel does it, no copy engine: from the host it would stand behind the next layer's records, and the compute stream with it.
-        """
-        with torch.inference_mode():
-            torch.add(self._staged_on_device[which, layer], 0, out=self._table[layer])
-
-    def _staged_slot(self, layer: int, expert: int) -> int:
-        """The staging slot that the layer's tables point at now, or NONE."""
-        staging = self._staging
-        if staging is None or staging.inside != layer:
-            return NONE
-        place = int(np.searchsorted(staging.experts[layer], expert))
-        if place == len(staging.experts[layer]) or staging.experts[layer][place] != expert:
-            return NONE
-        return staging.first[layer % 2] + place
 
     # ---- tests, measurements, other threads -----------------------------------------------------------------------------------------
 
@@ -494,6 +401,7 @@ class ExpertStore:
             self._tensors.all_to_host()
         if self._elastic is not None:
             self._slots = self._slots[:0]
+            self._staging.close()
             self._elastic.close()
 
     def _record_in(self, slot: int) -> int:
@@ -509,6 +417,7 @@ class ExpertStore:
         with self._lock:
             return {
                 **self._counters,
+                **self._staging.stats(),
                 "slots": self.placement.num_slots,
                 "slots_used": self.placement.slots_used,
                 "admissions": self.placement.admissions,
@@ -521,6 +430,7 @@ class ExpertStore:
         counters = pager.counters()
         return {
             **self._counters,
+            **self._staging.stats(),
             "decode_steps": counters.steps,
             "decode_picks": counters.picks,
             "decode_hits": counters.hits,
