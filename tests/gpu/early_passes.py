@@ -9,7 +9,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,9 +29,7 @@ STEPS = 48
 STREAMS = (1, 4)
 RECORDS = 3  # that a hint brings ahead
 PROMPT = 24
-# A hint takes the slots of records that are colder than a new one. This model picks every expert so often that none would be: here they
-# cool down from one token to the next, and half of them have slots, which is several tokens' picks.
-COOLING = PagerPolicy(slow_half_life=1.0, fast_half_life=1.0)
+# Of the experts. What is missed is named by guesses, and there is room for what these bring.
 SLOTS = 1 / 2
 
 
@@ -129,7 +126,7 @@ def compare(model: Shipped, mode: str, streams: int) -> dict[str, Any]:
         options = ExpertOptions(
             PlacementOptions(admit_after=1),
             on_demand=mode == "in_step",
-            pager=replace(COOLING, hint_records=hint_records),
+            pager=PagerPolicy(hint_records=hint_records),
             fast=FastSetup(None) if mode == "fast" else None,
         )
         with backend_of(model, round(SLOTS * model.num_records), options, info) as backend:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
 from typing import Any
 
 from bench.backend_info import gpu_info
@@ -16,7 +15,7 @@ from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
-from tests.gpu.early_passes import COOLING, SLOTS
+from tests.gpu.early_passes import SLOTS
 from tests.gpu.shipped_model import backend_of, shipped
 from tests.support.cuda_waits import Waits
 
@@ -48,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     waits = Waits()
     with shipped("waits", cache_tokens=8192, max_streams=4, chunk=2048) as model:
-        pager = replace(COOLING, hint_records=args.hints) if args.hints else PagerPolicy()
+        pager = PagerPolicy(hint_records=args.hints)
         options = ExpertOptions(PlacementOptions(admit_after=1), on_demand=args.on_demand, pager=pager)
         num_slots = round((SLOTS if args.hints else 1 / 6) * model.num_records)
         info = gpu_info(model.checkpoint.config.vocab_size, 1024, 4, 2048)

@@ -204,6 +204,17 @@ def test_what_a_hint_brought_in_time_is_a_hit(open_world: Callable[..., HintedWo
     world.check_counters()
 
 
+def ends_with_the_copies(world: World, call: Callable[[], object]) -> None:
+    """The call waits until the copy stream goes on."""
+    called = threading.Thread(target=call)
+    called.start()
+    called.join(0.1)
+    assert called.is_alive()
+    world.gpu.release(COPY)
+    called.join(30)
+    assert not called.is_alive()
+
+
 def hold_with_chunks_under_way(
     world: HintedWorld, hint: list[int], layer: int, picks: list[int], then: list[int] | None = None
 ) -> threading.Event:
@@ -536,13 +547,7 @@ def test_calls_for_an_idle_device_wait_for_chunks_and_end_the_hint(open_world: C
         "flush": lambda: world.pager.flush(COMPUTE),
         "put": lambda: world.pager.put(2 * EXPERTS + 3, 9),
     }
-    called = threading.Thread(target=calls[call])
-    called.start()
-    called.join(0.1)
-    assert called.is_alive()
-    world.gpu.release(COPY)
-    called.join(30)
-    assert not called.is_alive()
+    ends_with_the_copies(world, calls[call])
     world.slots[8:] = 0xEE
     if call == "put":
         world.slots[9] = world.host[2 * EXPERTS + 3]
@@ -664,13 +669,7 @@ def test_closing_waits_for_chunks_under_way(open_world: Callable[..., HintedWorl
     world = open_world(8)
     hold_with_chunks_under_way(world, [5, 6, 7, 8], 0, NOTHING).set()
     assert wait_until(lambda: world.hints().dropped == 1)
-    closing = threading.Thread(target=world.pager.close)
-    closing.start()
-    closing.join(0.1)
-    assert closing.is_alive()
-    world.gpu.release(COPY)
-    closing.join(30)
-    assert not closing.is_alive()
+    ends_with_the_copies(world, world.pager.close)
     assert world.chunks_landed() == 2
 
 
