@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import random
 import types
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.python.expert import ExpertShape
 from services.gpu_worker.backends.base import BackendLostError
@@ -410,3 +412,21 @@ def test_a_repair_ends_a_prefill_that_broke_off() -> None:
     for expert in range(EXPERTS):
         world.read(0, expert)
         world.read_tensors(0, expert)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_closed_store_lets_go_of_its_slots_without_the_garbage_collector(held: bool) -> None:
+    """The next store's slots may not fit beside them: neither who holds the store nor a cycle may keep them. Without `held`, no close."""
+    world = World(LAYERS * EXPERTS, ExpertOptions(stage_min_rows=9))
+    world.store.place(range(LAYERS * EXPERTS))
+    slots = StorageWeakRef(world.store._slots.untyped_storage())
+    gc.disable()
+    try:
+        if held:
+            world.read_tensors(0, 1)
+            world.store.close()
+        else:
+            del world.store
+        assert slots.expired()
+    finally:
+        gc.enable()

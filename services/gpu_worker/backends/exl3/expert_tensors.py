@@ -48,6 +48,12 @@ class ExpertTensors:
         for layer, expert in np.argwhere(self._at != NONE):
             self.point(int(layer), int(expert), NONE)
 
+    def close(self) -> None:
+        """Points everything at the host and lets go of the slots' memory."""
+        self.all_to_host()
+        self._views.clear()
+        self._slots = self._slots.new_empty((0, self._slots.shape[1]))
+
     def _in_slot(self, slot: int, layer: int) -> tuple[torch.Tensor, ...]:
         key = slot, self._kind_of[layer]
         if key not in self._views:

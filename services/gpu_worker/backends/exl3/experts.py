@@ -16,6 +16,7 @@ one. A slot is overwritten only behind an event that the compute stream records 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -97,6 +98,8 @@ class ExpertStore:
         else:
             self._slots = elastic.tensor
         self._host_addresses = np.stack([records.addresses(layer) for layer in range(records.num_layers)])
+        # Of no method of the store's: staging would hold the store, and with it the slots until the garbage collector comes.
+        self._base = functools.partial(base_addresses, self._host_addresses, self._slots.data_ptr(), records.stride)
         # Where the tables point: a slot, or NONE for the host. The tensors follow only when they are read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
         self._tensors = ExpertTensors(records, layers, self._slots)
@@ -245,11 +248,6 @@ class ExpertStore:
         with torch.inference_mode():
             self._table.view(-1).index_copy_(0, message[0], message[1])
 
-    def _base(self, layers: NDArray[np.int64], experts: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Device addresses of records in slots, or on the host where a slot is NONE."""
-        in_slot = self._slots.data_ptr() + slots * self._records.stride
-        return np.where(slots == NONE, self._host_addresses[layers, experts], in_slot)
-
     def _start_copies(self, moves: list[Move]) -> None:
         self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
         with torch.cuda.stream(self._copy_stream):
@@ -393,15 +391,15 @@ class ExpertStore:
         self._where[:] = pager.where()
 
     def close(self) -> None:
-        """Points everything back at the host, so that the slots' memory can go. Waits for the device."""
+        """Points everything back at the host and lets go of the slots, whoever still has the store. Waits for the device."""
         self.place(())
         if self._on_demand is not None:
             self._on_demand.close()
         with self._lock:
-            self._tensors.all_to_host()
+            self._tensors.close()
+            self._slots = self._slots.new_empty((0, self._records.stride))  # a view would keep all of them
+        self._staging.close()
         if self._elastic is not None:
-            self._slots = self._slots[:0]
-            self._staging.close()
             self._elastic.close()
 
     def _record_in(self, slot: int) -> int:
@@ -486,6 +484,18 @@ class ExpertStore:
             if time.monotonic() > deadline:
                 raise BackendLostError(f"slot {slot} cannot be read within {FETCH_S:g} s: the device is lost")
             time.sleep(0.0002)
+
+
+def base_addresses(
+    host: NDArray[np.int64], slots_at: int, stride: int, layers: NDArray[np.int64], experts: NDArray[np.int64], slots: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Device addresses of records in slots, or on the host where a slot is NONE.
+
+    Args:
+        host: [layers, experts], addresses there.
+        slots_at: address of the first slot.
+    """
+    return np.where(slots == NONE, host[layers, experts], slots_at + slots * stride)
 
 
 def hint_stats(counters: HintCounters | None) -> dict[str, Any]:

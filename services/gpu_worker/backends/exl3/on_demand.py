@@ -181,8 +181,9 @@ class OnDemand:
         return int(words[_REQUEST]), int(words[_REPLY]), int(words[_LANE_REPLY])
 
     def close(self) -> None:
-        """Ends the pager's thread. The device must be idle."""
+        """Ends the pager's thread and lets go of the slots. The device must be idle."""
         self._pager.close()
+        self._keep.clear()
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._table.device).cuda_stream)

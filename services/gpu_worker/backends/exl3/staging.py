@@ -124,7 +124,7 @@ class Staging:
 
     def close(self) -> None:
         """Lets go of the slots' memory."""
-        self._slots = self._slots[:0]
+        self._slots = self._slots.new_empty((0, self._slots.shape[1]))  # a view would keep all of them
 
     def _plan(self, where: Ints, half: int, first: tuple[int, int]) -> StagedPass:
         num_layers, num_experts = where.shape
