@@ -56,6 +56,7 @@ def ready(folder: Path, pins: Path, card_mib: int) -> Row:
         "arena": backend.info.arena,
         "slots": stats["slots"],
         "mode": backend.info.mode,
+        "stages_s": stats["start_s"],
         "pins": "the setting's file" if own else "shipped",
         "tuned": after != before,
     }

@@ -775,12 +775,15 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         note(0.0, "x")
         asked.append((settings.instance, settings.triton_pin, settings.warm_up, checkpoint, reason, loader.free_bytes()))
         pins.write_text("chosen")
-        return types.SimpleNamespace(stats=lambda: {"slots": 9}, info=types.SimpleNamespace(arena="re-attached: x", mode="fast"))
+        return types.SimpleNamespace(
+            stats=lambda: {"slots": 9, "start_s": {"total": 2.5}}, info=types.SimpleNamespace(arena="re-attached: x", mode="fast")
+        )
 
     monkeypatch.setattr(loader, "load", load)
     monkeypatch.setattr("services.gpu_worker.checkpoint.Checkpoint", lambda folder: folder)
     first, second = (slice_start.ready(tmp_path, pins, 24_564) for _ in range(2))
     assert asked[0] == ("slice", str(pins), True, tmp_path, "asked for", (24_564 << 20) - (10 << 30))
     assert (first["tuned"], second["tuned"], second["slots"], second["pins"]) == (True, False, 9, "the setting's file")
+    assert second["stages_s"] == {"total": 2.5}
     assert slice_start.is_second(second)
     assert not slice_start.is_second(first)

@@ -13,6 +13,7 @@ from kernels.python.expert import Variant
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import select
 from services.gpu_worker.backends.exl3 import fast_setup, loader
+from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
 from tools import triton_pin
@@ -82,11 +83,53 @@ def test_fast_falls_back_to_exact_and_says_why() -> None:
 
 
 def test_hints_are_taken_where_steps_bring_what_is_missing() -> None:
-    """A number in `fast` and in exact with in_step; auto is off so far, and nothing else than off where no step brings anything."""
-    assert [loader.resolve_hints(asked, brings=True) for asked in ("auto", "off", 1, 8)] == [loader.AUTO_HINTS, 0, 1, 8]
-    assert [loader.resolve_hints(asked, brings=False) for asked in ("auto", "off")] == [0, 0]
+    """A number in `fast` and in exact with in_step; auto is on in exact alone, and off everywhere that no step brings anything."""
+    assert [loader.resolve_hints(asked, "exact", brings=True) for asked in ("auto", "off", 1, 8)] == [3, 0, 1, 8]
+    assert [loader.resolve_hints(asked, "fast", brings=True) for asked in ("auto", "off", 1, 8)] == [0, 0, 1, 8]
+    assert [loader.resolve_hints(asked, "exact", brings=False) for asked in ("auto", "off")] == [0, 0]
     with pytest.raises(ConfigError, match=r"GLM53_EC_HINTS=3 needs .*GLM53_MODE=fast, or exact with GLM53_EC_ADMISSION=in_step; or unset"):
-        loader.resolve_hints(3, brings=False)
+        loader.resolve_hints(3, "exact", brings=False)
+
+
+def staging(monkeypatch: pytest.MonkeyPatch, events: list[Any], refused: str = "") -> Any:
+    """A loaded model of 3 x 10 experts of 8 MiB, whose hooks and slots are written down."""
+
+    def make(slots: int, stride: int, _device: int, **limits: int) -> str:
+        if refused:
+            raise ConfigError(refused)
+        events.append((slots, stride, limits))
+        return "memory"
+
+    def make_store(_loaded: Any, slots: int, top_k: int, options: ExpertOptions, into: Any, elastic: str) -> Any:
+        owner = types.SimpleNamespace(hook="stock")
+        into.set(owner, "hook", "ours")
+        events.append((slots, top_k, options.admit, options.on_demand, elastic))
+        return types.SimpleNamespace(close=lambda: events.append(f"closed, hook {owner.hook}"))
+
+    monkeypatch.setattr(loader.lending, "make", make)
+    monkeypatch.setattr(loader, "make_store", make_store)
+    return types.SimpleNamespace(records=types.SimpleNamespace(num_experts=10, stride=8 * MIB))
+
+
+def test_the_warm_up_has_slots_to_stage_prefills_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers' experts, in memory that is not torch's; it is gone before the real slots are counted, and the hooks after it."""
+    events: list[Any] = []
+    with loader.staging_slots(staging(monkeypatch, events), 4, 1000 * MIB):
+        events.append("warm")
+    assert events == [(20, 8 * MIB, {"most": 0, "reserve": 0}), (20, 4, False, False, "memory"), "warm", "closed, hook ours"]
+    events.clear()
+    with pytest.raises(OSError), loader.staging_slots(staging(monkeypatch, events), 4, 96 * MIB):
+        raise OSError
+    assert [events[0][0], events[-1]] == [6, "closed, hook ours"]
+
+
+@pytest.mark.parametrize(("free", "refused"), [(31 * MIB, ""), (1000 * MIB, "no virtual memory")])
+def test_without_room_or_virtual_memory_the_warm_up_reads_in_place(monkeypatch: pytest.MonkeyPatch, free: int, refused: str) -> None:
+    """A start does not fail for it."""
+    events: list[Any] = []
+    with loader.staging_slots(staging(monkeypatch, events, refused), 4, free):
+        events.append("warm")
+    assert events == ["warm"]
 
 
 def test_how_many_hints_is_read_from_the_environment() -> None:

@@ -24,6 +24,7 @@ from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, PagesExhausted, PageTable, pages_for
 from services.gpu_worker.backends.exl3.pass_lock import PassLock
 from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.backends.exl3.start_times import StartTimes
 from services.gpu_worker.patches import decode_blocks
 from services.gpu_worker.patches.replace import Replacements
 
@@ -135,6 +136,7 @@ class Exl3Backend:
         self._passes = PassLock()
         self._first_uses = FirstUses()
         self.check: ArenaCheck | None = None  # of a re-attached arena
+        self.start_times: StartTimes | None = None
         self._staging: dict[tuple[str, int], tuple[torch.Tensor, NDArray[Any]]] = {}
 
     @property
@@ -364,7 +366,7 @@ class Exl3Backend:
             raise RuntimeError(f"{self._pages.num_pages - self._pages.num_spare} cache pages are taken although no stream is open")
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the experts, the cache's pages, and the check of a re-attached arena."""
+        """Counters of the experts, the cache's pages, the check of a re-attached arena, and how long the start took."""
         pages = self._pages
         return {
             **self.experts.stats(),
@@ -372,6 +374,7 @@ class Exl3Backend:
             "cache_pages_free": pages.num_free,
             "cache_pages_kept": pages.num_kept,
             **({"arena_check": self.check.stats()} if self.check is not None else {}),
+            **({"start_s": self.start_times.stats()} if self.start_times is not None else {}),
         }
 
     def verify(self) -> VerifyReport:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import pathlib
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
+from services.gpu_worker.backends.exl3.start_times import StartTimes
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
 from services.gpu_worker.patches import (
@@ -49,7 +50,9 @@ Note = Callable[[float, str], None]
 DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
 DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
-AUTO_HINTS = 0  # records of a layer that a guess brings ahead: none until that is measured to be faster
+# Records of a layer that a guess brings ahead. At the recall that is known a step of exact is 1.09 times as quick with them, one of fast
+# 1.03 times at one stream and 0.99 at four (docs/results/gpu_fast.json, hint_*).
+AUTO_HINTS = {"exact": 3, "fast": 0}
 AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one to four streams is 7 to 21 % shorter
 KERNEL_REASONS = {
     "exact": "exact: the decode and prefill kernels are exllamav3's own",
@@ -87,23 +90,26 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
+    times = StartTimes()
+    times.begin("checks")
     shapes = cpu_arena.expert_shapes(checkpoint)
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
     in_step = settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP)
-    hints = resolve_hints(settings.ec_hints, brings=mode == "fast" or in_step)
+    hints = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
     check_machine(settings, checkpoint, shapes)
+    times.begin("arena")
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
-    began = time.perf_counter()
+    times.begin("model")
     loaded = load_model(checkpoint, arena, shapes, cache_tokens=settings.cache_tokens, max_streams=settings.max_streams, chunk=chunk)
-    log.info("the model is loaded after %.1f s", time.perf_counter() - began)
     pins = TritonPins(settings.triton_pin, torch.cuda.get_device_name(DEVICE))
     if settings.warm_up:
         note(0.85, "warming up")
-        began = time.perf_counter()
-        warm_up(loaded, chunk, settings.max_streams)
-        log.info("warmed up after %.1f s", time.perf_counter() - began)
+        times.begin("warm_up")
+        with staging_slots(loaded, checkpoint.config.num_experts_per_tok, free_bytes()):
+            warm_up(loaded, chunk, settings.max_streams)
         pins.save()
+    times.begin("slots")
     reserve, most = (int(size * (1 << 30)) for size in (settings.ec_reserve_gb, settings.ec_elastic_gb))
     lends = lending.pays(settings.ec_max_slots, free_bytes(), reserve, most, loaded.records.stride, loaded.records.num_records)
     if lends:
@@ -119,9 +125,11 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     store = make_store(loaded, slots, checkpoint.config.num_experts_per_tok, options, elastic=elastic)
     if elastic is not None and settings.warm_up:
         note(0.95, "measuring what prefills take")
+        times.begin("prefill_need")
         elastic.need = lending.measure(loaded.model, loaded.cache, chunk, max_context, store.begin_prefill)
     elif elastic is not None:
         elastic.need = lending.guess(most, reserve, chunk)
+    times.begin("fill_slots")
     heat = keep_heat(settings.heat_file, checkpoint.hash, store, slots, loaded.records.num_records)
     log.info("slots = %d of %d experts (%s)", slots, loaded.records.num_records, slots_reason)
     info = BackendInfo(
@@ -145,6 +153,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     log.info("%s", plans.kept_states(info.snapshot_bytes, settings.prefix_cache_mb))
     backend = Exl3Backend(loaded.model, loaded.cache, store, loaded.records, loaded.replacements, info, heat, settings.step_streams)
     check_kept_records(backend, arena, checkpoint, shapes)
+    times.end()
+    backend.start_times = times
     return backend
 
 
@@ -311,6 +321,37 @@ class TritonPins:
             log.warning("Triton's choices cannot be saved to %s: %s", self._own, error.strerror)
 
 
+@contextlib.contextmanager
+def staging_slots(loaded: Loaded, top_k: int, free: int) -> Iterator[None]:
+    """Inside, prefills stage their experts, in slots that are gone afterwards.
+
+    The real slots take what the warm-up leaves, so there are none yet. Without any, its prefills would read every expert in place, once
+    for each tile of rows.
+
+    Args:
+        top_k: picks of a token.
+        free: bytes of VRAM; half of them at most are taken.
+    """
+    count = min(2 * loaded.records.num_experts, free // 2 // loaded.records.stride)
+    elastic = None
+    if count >= 2:
+        try:
+            # Not torch's memory, which would keep it: what is free afterwards says how many slots there will be.
+            elastic = lending.make(count, loaded.records.stride, DEVICE, most=0, reserve=0)
+        except ConfigError as error:
+            log.warning("the warm-up reads experts in place: %s", error)
+    if elastic is None:
+        yield
+        return
+    with Replacements() as into:
+        store = make_store(loaded, count, top_k, ExpertOptions(admit=False), into, elastic)
+        try:
+            yield
+        finally:
+            # Before the hooks go: nothing may point at slots when their memory is given back.
+            store.close()
+
+
 def warm_up(loaded: Loaded, chunk: int, max_streams: int) -> None:
     """Compiles and tunes what the first requests would wait for.
 
@@ -395,11 +436,12 @@ def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str
     raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast", param="GLM53_MODE")
 
 
-def resolve_hints(asked: str | int, *, brings: bool) -> int:
+def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> int:
     """Most records that a hint brings ahead, 0 for no hints.
 
     Args:
         asked: GLM53_EC_HINTS.
+        mode: that is served.
         brings: decode steps copy what is missing before they compute.
 
     Raises:
@@ -413,7 +455,7 @@ def resolve_hints(asked: str | int, *, brings: bool) -> int:
             "GLM53_EC_ADMISSION=in_step; or unset it",
             param="GLM53_EC_HINTS",
         )
-    return AUTO_HINTS if asked == "auto" else int(asked)
+    return AUTO_HINTS[mode] if asked == "auto" else int(asked)
 
 
 def resolve_chunk(settings: GpuWorkerSettings) -> int:
