@@ -20,6 +20,8 @@ CHILDREN = ("attn", "mlp")
 STEPS = 12
 PROFILED = 4  # steps whose single kernels are timed
 KERNELS_TOLD = 24
+GAPS_TOLD, GAP_US = 40, 200.0
+COPY = "Memcpy"
 HOLD_STEPS = 3.0  # the sleep, in steps
 SLEEP_CYCLES = 10_000_000
 
@@ -128,8 +130,27 @@ def kernel_table(seen: list[tuple[str, float, float]], steps: int) -> dict[str, 
     }
 
 
+def compute_gaps(seen: list[tuple[str, float, float]]) -> list[dict[str, float]]:
+    """When no kernel ran for GAP_US or longer: where a prompt waits for its records, or for the host. The GAPS_TOLD longest, in their order.
+
+    Args:
+        seen: (name, begin, end) of every kernel and copy, microseconds.
+    """
+    kernels = sorted((begin, end) for name, begin, end in seen if not name.startswith(COPY))
+    if not kernels:
+        return []
+    zero = min(begin for _, begin, _ in seen)
+    last, found = zero, []
+    for begin, end in kernels:
+        if begin - last >= GAP_US:
+            found.append((last, begin))
+        last = max(last, end)
+    longest = sorted(sorted(found, key=lambda gap: gap[0] - gap[1])[:GAPS_TOLD])
+    return [{"at_ms": round((begin - zero) / 1000, 2), "ms": round((end - begin) / 1000, 2)} for begin, end in longest]
+
+
 def profiled(step: Callable[[], None], steps: int = PROFILED) -> dict[str, Any]:
-    """`kernel_table` of some steps, by the driver's own clock for each kernel."""
+    """`kernel_table` of some steps, by the driver's own clock for each kernel; of a single one with its `compute_gaps`."""
     if not torch.cuda.is_available():
         return {}  # tests run the table over stand-ins
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -137,7 +158,8 @@ def profiled(step: Callable[[], None], steps: int = PROFILED) -> dict[str, Any]:
             step()
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    return kernel_table([(event.name, event.time_range.start, event.time_range.end) for event in on_device], steps)
+    seen = [(event.name, event.time_range.start, event.time_range.end) for event in on_device]
+    return kernel_table(seen, steps) | ({"compute_gaps": compute_gaps(seen)} if steps == 1 else {})
 
 
 def table(model: Any, step: Callable[[], None], steps: int = STEPS) -> dict[str, Any]:

@@ -29,3 +29,16 @@ def test_a_long_list_of_kernels_is_cut_and_its_sum_is_not() -> None:
 def test_no_kernels_make_an_empty_table() -> None:
     """A step that the profiler saw nothing of."""
     assert slice_modules.kernel_table([], 4) == {"kernels_per_step": 0.0, "kernels_ms": 0, "device_busy_ms": 0.0, "kernels": []}
+
+
+def test_gaps_are_where_no_kernel_runs() -> None:
+    """Copies do not count, kernels beside one another are one stretch, and short gaps are left out."""
+    seen = [
+        ("Memcpy HtoD (Pinned -> Device)", 1000.0, 9000.0),
+        ("a", 3000.0, 4000.0),
+        ("b", 3500.0, 4500.0),
+        ("c", 4600.0, 5000.0),
+        ("Memset (Device)", 7500.0, 7600.0),
+    ]
+    assert slice_modules.compute_gaps(seen) == [{"at_ms": 0.0, "ms": 2.0}, {"at_ms": 4.0, "ms": 2.5}]
+    assert slice_modules.compute_gaps(seen[:1]) == []
