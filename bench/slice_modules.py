@@ -131,7 +131,7 @@ def kernel_table(seen: list[tuple[str, float, float]], steps: int) -> dict[str, 
 
 
 def compute_gaps(seen: list[tuple[str, float, float]]) -> list[dict[str, float]]:
-    """When no kernel ran for GAP_US or longer: where a prompt waits for its records, or for the host. The GAPS_TOLD longest, in their order.
+    """When no kernel ran for GAP_US or longer: a prompt waits for its records, or for the host. The GAPS_TOLD longest, in their order.
 
     Args:
         seen: (name, begin, end) of every kernel and copy, microseconds.
