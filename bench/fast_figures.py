@@ -174,6 +174,7 @@ def _hints(rows: list[Row]) -> Row:
         "hint_c4_vs_fast_half": over(HALF_HINTS, NO_HINTS, 4),
         "hint_c4_vs_fast_perfect": over(PERFECT_HINTS, NO_HINTS, 4),
         "hint_exact_c1_vs_exact": over(EXACT_HINTS, EXACT_NO_HINTS),
+        "hint_exact_c4_vs_exact": over(EXACT_HINTS, EXACT_NO_HINTS, 4),
         "hint_exact_c1_vs_exact_half": over(EXACT_HALF_HINTS, EXACT_NO_HINTS),
         "hint_exact_c1_vs_exact_perfect": over(EXACT_PERFECT_HINTS, EXACT_NO_HINTS),
         **{name: best.get(name) for name in ("hint_recall_on_misses", "hint_precision_on_misses")},

@@ -40,8 +40,8 @@ def settings_of_hints(threads: int) -> list[Measured]:
     return [
         Measured(fast, (1, 4)),
         Measured(hinted(fast, fast_figures.HINTS, slice_hints.MEASURED), (1, 4)),
-        Measured(exact, (1,)),
-        Measured(hinted(exact, fast_figures.EXACT_HINTS, slice_hints.MEASURED), (1,)),
+        Measured(exact, (1, 4)),
+        Measured(hinted(exact, fast_figures.EXACT_HINTS, slice_hints.MEASURED), (1, 4)),
         Measured(hinted(fast, fast_figures.TWO_HINTS, slice_hints.MEASURED, records=2), (1,)),
         Measured(hinted(fast, fast_figures.PERFECT_HINTS, slice_hints.PERFECT), (1, 4)),
         Measured(hinted(fast, fast_figures.HALF_HINTS, slice_hints.HALF), (1, 4)),
