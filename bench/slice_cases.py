@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from bench.kept_rows import Row, Rows, reasons
 
 STREAMS = (1, 2, 4, 8)
+THREE_PARTS = "in_step_three_parts"  # prefills stage three layers at a time
 # ms a step of stock 1.5.1's CPU split as it was measured before (15 threads): slower by more than SLOW, and the run is of no use.
 STOCK_MS = {1: 23.3, 2: 36.0, 4: 79.5}
 SLOW = 1.15
@@ -42,6 +43,7 @@ class Mode:
 MODES = (
     Mode("between_steps", "share", {}),
     Mode("in_step", "share", {"on_demand": True}),
+    Mode(THREE_PARTS, "share", {"on_demand": True, "stage_parts": 3}),
     # Nothing is read in place, and every miss is copied twice: as over a link of half the rate.
     Mode("in_step_half_link", "share", {"on_demand": True}, link_derate=2),
     Mode("in_place", "one", {"admit": False}),
@@ -49,18 +51,18 @@ MODES = (
 )
 
 
-# Of the whole model on a card of 24 GB: 1,376 slots. A prefill lends two halves of them, each for the missing experts of one layer.
+# Of the whole model on a card of 24 GB: 1,376 slots. A prefill lends parts of them, each for the missing experts of one layer.
 MODEL_LAYERS, MODEL_SLOTS, STAGED = 42, 1376, 275
 
 
-def prefill_slots(layers: int) -> int:
-    """Slots that a prefill of so many layers is measured with.
+def prefill_slots(layers: int, parts: int = 2) -> int:
+    """Slots that a prefill of so many layers is measured with, which stages so many of them at a time.
 
-    The share of the records (`share`) would not do: the halves that a prefill stages a layer in do not shrink with the number of layers, so
-    on a slice a part of each layer would be read in place, as at full size nothing is. These are two whole halves, and the slice's part of
-    what is left of the model's slots beside them: as much of a layer is staged, and as much of it resident, as at full size.
+    The share of the records (`share`) would not do: the parts that a prefill stages a layer in do not shrink with the number of layers, so
+    on a slice some of each layer would be read in place, as at full size nothing is. These are whole parts, and the slice's share of what
+    is left of the model's slots beside them: as much of a layer is staged, and as much of it resident, as at full size.
     """
-    return 2 * STAGED + round((MODEL_SLOTS - 2 * STAGED) * layers / MODEL_LAYERS)
+    return parts * STAGED + round((MODEL_SLOTS - parts * STAGED) * layers / MODEL_LAYERS)
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ _FIRST = (
     ("resident", "C1 C2 C4"),
     ("in_step", "C4 C2 prefill8k"),
     ("resident", "prefill8k modules"),
+    (THREE_PARTS, "prefill8k"),
     ("in_step_half_link", "C1"),
     ("between_steps", "C1 C4"),
 )
@@ -229,7 +232,7 @@ def missing(todo: list[Case], rows: Rows) -> list[Case]:
 
 def _failed(case: Case, rows: dict[str, Row]) -> bool:
     """True when the case failed, or the first one of its mode."""
-    mode = case.mode.removesuffix("_half_link")
+    mode = case.mode.removesuffix("_half_link").removesuffix("_three_parts")
     return any("error" in rows.get(name, {}) for name in (case.name, "/".join(part for part in (case.side, mode, "C1") if part)))
 
 
@@ -389,6 +392,8 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     for what in ("prefill8k", "prefill32k"):
         times = [rows[f"ours/{mode}/{what}"]["s"] for mode in _modes_of(rows) if "s" in rows.get(f"ours/{mode}/{what}", {})]
         summary[f"{what}_of_limit"] = ratio(prefill_limit_s(rows, facts, what), min(times, default=None))
+    three_parts = rows.get(f"ours/{THREE_PARTS}/prefill8k", {}).get("s")
+    summary["prefill8k_of_limit_three_parts"] = ratio(prefill_limit_s(rows, facts), three_parts)
     summary |= _behind_a_context(rows, best)
     derated = bound_ms(rows, facts, "in_step_half_link", "C1")
     summary["c1_tok_s_half_link"] = rows.get("ours/in_step_half_link/C1", {}).get("tok_s")

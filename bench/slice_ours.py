@@ -333,7 +333,7 @@ class OurEngine:
         assert mode is not None
         whole = mode.slots == "all"
         torch.cuda.set_per_process_memory_fraction(1.0 if whole else min(1.0, CARD_MIB * 2**20 / self._total))
-        for_prefill = min(self._records, slice_cases.prefill_slots(self._loaded.records.num_layers))
+        for_prefill = min(self._records, slice_cases.prefill_slots(self._loaded.records.num_layers, mode.options.get("stage_parts", 2)))
         count = {"all": self._records, "one": 1, "share": self._slots, "prefill": for_prefill}[mode.slots]
         after = self._args.admit_after
         policy = PagerPolicy(admit_after=after, link_derate=mode.link_derate)

@@ -154,10 +154,12 @@ def test_a_prefill_has_slots_in_the_proportions_of_the_whole_model(tmp_path: Pat
     """Both halves whole, of the rest the slice's part; decode keeps its share of the records, and a mode with all of them stays."""
     assert slice_cases.prefill_slots(42) == 1376
     assert slice_cases.prefill_slots(12) == 550 + 236  # 826 * 12 / 42
+    assert slice_cases.prefill_slots(12, 3) == 825 + 157  # 551 * 12 / 42
     assert slice_cases.prefill_slots(12) * 9_474_048 < 8e9  # far from the card's 24 GB
     modes = {name: slice_cases.placed(MODES[name], Case("ours", name, "prefill8k", 1.0)) for name in MODES}
     assert {name: mode.slots for name, mode in modes.items() if mode} == {
-        "between_steps": "prefill", "in_step": "prefill", "in_step_half_link": "prefill", "in_place": "one", "resident": "all",
+        "between_steps": "prefill", "in_step": "prefill", "in_step_three_parts": "prefill", "in_step_half_link": "prefill",
+        "in_place": "one", "resident": "all",
     }  # fmt: skip
     assert slice_cases.placed(MODES["in_step"], Case("ours", "in_step", "scan", 1.0)) == MODES["in_step"]
     rows, engine = rows_in(tmp_path), DryEngine("ours", 12, trace_of(12), 4)
@@ -174,10 +176,10 @@ def test_what_every_session_must_have_comes_first(tmp_path: Path) -> None:
     document = dry(tmp_path, "ours", "--first")
     assert [row["name"] for row in document["rows"]] == [
         "ours/in_step/C1", "ours/resident/C1", "ours/resident/C2", "ours/resident/C4", "ours/in_step/C4", "ours/in_step/C2",
-        "ours/in_step/prefill8k", "ours/resident/prefill8k", "ours/resident/modules", "ours/in_step_half_link/C1",
-        "ours/between_steps/C1", "ours/between_steps/C4",
+        "ours/in_step/prefill8k", "ours/resident/prefill8k", "ours/resident/modules", "ours/in_step_three_parts/prefill8k",
+        "ours/in_step_half_link/C1", "ours/between_steps/C1", "ours/between_steps/C4",
     ]  # fmt: skip
-    assert [row["name"] for row in dry(tmp_path, "stock", "--first")["rows"][12:]] == ["stock/C1", "stock/C4", "stock/C2"]
+    assert [row["name"] for row in dry(tmp_path, "stock", "--first")["rows"][13:]] == ["stock/C1", "stock/C4", "stock/C2"]
     document = dry(tmp_path, "stock_resident", "--first")
     assert document["rows"][-1]["name"] == "stock_resident/C1"
     document = dry(tmp_path, "start")

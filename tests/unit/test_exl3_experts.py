@@ -167,11 +167,12 @@ class World:
 SLOTS = (0, 1, 2, 7, 15, LAYERS * EXPERTS)
 
 
+@pytest.mark.parametrize("parts", [2, 3])
 @pytest.mark.parametrize("num_slots", SLOTS)
-def test_every_pass_reads_the_right_bytes(num_slots: int) -> None:
+def test_every_pass_reads_the_right_bytes(num_slots: int, parts: int) -> None:
     """Decode and prefill passes in any order, copies that are done at any time: tables and tensors always lead to the record."""
     draw = random.Random(num_slots)
-    world = World(num_slots, ExpertOptions(PlacementOptions(admit_after=1, max_admissions=3), stage_min_rows=9))
+    world = World(num_slots, ExpertOptions(PlacementOptions(admit_after=1, max_admissions=3), stage_min_rows=9, stage_parts=parts))
     for _ in range(60):
         FakeEvent.done = draw.random() < 0.6
         if draw.random() < 0.75:
@@ -182,7 +183,7 @@ def test_every_pass_reads_the_right_bytes(num_slots: int) -> None:
     stats = world.store.stats()
     assert stats["decode_picks"] > 0
     assert (stats["admissions"] > 0) == (num_slots > 0)
-    assert (stats["staged_passes"] > 0) == (num_slots >= 2)
+    assert (stats["staged_passes"] > 0) == (num_slots >= parts)
 
 
 def test_resident_records_are_never_read_on_the_host() -> None:
@@ -233,6 +234,24 @@ def test_the_compute_stream_of_a_staged_pass_stands_behind_no_copy_of_records(mo
     assert first == 1, "the tables go ahead of the records"
     assert all(aside for aside, _ in copies[first:])
     assert max(count for aside, count in copies if aside) == staging.RUN
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_copies_run_as_many_layers_ahead_as_there_are_parts(parts: int) -> None:
+    """Each layer's records land where those of `parts` layers before were, behind its kernels; none before that, none later."""
+    world = World(parts * EXPERTS, ExpertOptions(stage_min_rows=9, stage_parts=parts))
+    world.store.begin_prefill(100)
+    staging = world.store._staging.now
+    assert staging is not None
+    assert staging.first == tuple(part * EXPERTS for part in range(parts))
+    for layer in range(LAYERS):
+        assert staging.next_layer == min(LAYERS, layer + parts)
+        world.store.before_experts(layer, 100, None)
+        at = world.store._slots.data_ptr() + layer % parts * EXPERTS * world.records.stride
+        assert [int(address) - at for address in world.table[layer, 0]] == [
+            expert * world.records.stride + int(world.records.offsets[layer][0]) for expert in range(EXPERTS)
+        ]
+        world.store.after_experts(layer)
 
 
 def test_halves_hold_what_lost_its_slot_to_them_too() -> None:

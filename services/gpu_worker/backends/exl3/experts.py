@@ -50,6 +50,7 @@ class ExpertOptions:
     placement: PlacementOptions = field(default_factory=PlacementOptions)
     admit: bool = True  # change the cache between decode steps
     stage_min_rows: int = 64  # shorter prefills read what is missing in place
+    stage_parts: int = 2  # layers whose missing experts have slots at a time in a staged prefill
     on_demand: bool = False  # copy misses within the step
     pager: PagerPolicy = field(default_factory=PagerPolicy)
     fast: FastSetup | None = None  # decode on the integer kernels, with the CPU lane; needs no `on_demand`
@@ -261,7 +262,7 @@ class ExpertStore:
     # ---- prefill: staging a layer ahead ---------------------------------------------------------------------------------------------
 
     def begin_prefill(self, rows: int) -> None:
-        """A prefill pass is about to run, of so many rows in all its parts; its first two layers are staged from now on."""
+        """A prefill pass is about to run, of so many rows in all its parts; its first layers are staged from now on."""
         self._end_staging()
         self._staging_open = True
         if self._on_demand is not None:
@@ -272,22 +273,23 @@ class ExpertStore:
             self._where[:] = self._on_demand.where()
         if self._elastic is not None and not self.paused:
             self._elastic.before_prefill(rows)
-        half = self._half_to_lend()
-        if self.paused or rows < self.options.stage_min_rows or half == 0:
+        parts = self.options.stage_parts
+        part = self._part_to_lend(parts)
+        if self.paused or rows < self.options.stage_min_rows or part == 0:
             return
-        first = self.placement.usable - 2 * half
+        first = self.placement.usable - parts * part
         self._lend(first)
-        self._staging.begin(self._where, half, first)
+        self._staging.begin(self._where, part, first, parts)
 
-    def _half_to_lend(self) -> int:
-        """Slots of each half: as many as the layer that misses most can fill, what loses its slot to the halves counted too."""
-        usable, half = self.placement.usable, 0
+    def _part_to_lend(self, parts: int) -> int:
+        """Slots of each part: as many as the layer that misses most can fill, what loses its slot to the parts counted too."""
+        usable, part = self.placement.usable, 0
         while True:
-            missing = (self._where == NONE) | (self._where >= usable - 2 * half)
-            wanted = min(usable // 2, int(np.count_nonzero(missing, axis=1).max()))
-            if wanted <= half:
-                return half
-            half = wanted
+            missing = (self._where == NONE) | (self._where >= usable - parts * part)
+            wanted = min(usable // parts, int(np.count_nonzero(missing, axis=1).max()))
+            if wanted <= part:
+                return part
+            part = wanted
 
     @contextlib.contextmanager
     def part_follows(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Brings what a prefill pass misses into lent slots a layer ahead, and switches the tables there and back.
 
-Two halves of slots, one per layer in turn: layer l computes from one while layer l + 1 lands in the other. Which slots, and which records
-are missing, the store says (experts.py).
+Parts of slots, one per layer in turn: layer l computes from one while layer l + 1 lands in another. With two of them the copy engine
+stands still where a layer computes for longer than its records take, and the next, quicker layer waits for its own; a third one lets the
+copies run on meanwhile. Which slots, and which records are missing, the store says (experts.py).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Addresses = Callable[[Ints, Ints, Ints], Ints]
 class StagedPass:
     """One staged prefill pass."""
 
-    first: tuple[int, int]  # first slot of each half
+    first: tuple[int, ...]  # first slot of each part
     experts: list[Ints]  # per layer: experts that are staged, ascending
     staged: list[Any]  # per layer: event, recorded when its copies are done
     computed: list[Any]  # per layer: event, recorded when its kernels are done
@@ -62,22 +63,23 @@ class Staging:
         self._tables_read = torch.cuda.Event()
         self._passes = self._bytes = 0
 
-    def begin(self, where: Ints, half: int, first: int) -> None:
-        """A pass is about to run; its first two layers are staged from now on.
+    def begin(self, where: Ints, part: int, first: int, parts: int = 2) -> None:
+        """A pass is about to run; its first layers, one for each part, are staged from now on.
 
         Args:
-            where: [layers, experts], the slot of each record or NONE for the host; none of the halves' slots.
-            half: slots of each half.
-            first: the first one of both.
+            where: [layers, experts], the slot of each record or NONE for the host; none of the parts' slots.
+            part: slots of each part.
+            first: the first one of all.
+            parts: how many, 2 or more.
         """
         # The tables in pinned memory belong to the pass before until the device has them.
         self._tables_read.synchronize()
-        staging = self.now = self._plan(where, half, (first, first + half))
+        staging = self.now = self._plan(where, part, tuple(first + i * part for i in range(parts)))
         self._on_device.copy_(self._tables, non_blocking=True)
         self._tables_read.record()
         self._passes += 1
-        self._stage_next(staging)
-        self._stage_next(staging)
+        for _ in range(parts):
+            self._stage_next(staging)
 
     def enter(self, layer: int) -> None:
         """The layer's kernels come next."""
@@ -116,7 +118,7 @@ class Staging:
         place = int(np.searchsorted(staging.experts[layer], expert))
         if place == len(staging.experts[layer]) or staging.experts[layer][place] != expert:
             return NONE
-        return staging.first[layer % 2] + place
+        return staging.first[layer % len(staging.first)] + place
 
     def stats(self) -> dict[str, int]:
         """Counters, JSON-ready."""
@@ -126,9 +128,9 @@ class Staging:
         """Lets go of the slots' memory."""
         self._slots = self._slots.new_empty((0, self._slots.shape[1]))  # a view would keep all of them
 
-    def _plan(self, where: Ints, half: int, first: tuple[int, int]) -> StagedPass:
+    def _plan(self, where: Ints, part: int, first: tuple[int, ...]) -> StagedPass:
         num_layers, num_experts = where.shape
-        experts = [np.flatnonzero(where[layer] == NONE)[:half] for layer in range(num_layers)]
+        experts = [np.flatnonzero(where[layer] == NONE)[:part] for layer in range(num_layers)]
         tables = self._tables.numpy()
         all_experts = np.arange(num_experts)
         for layer, chosen in enumerate(experts):
@@ -136,22 +138,22 @@ class Staging:
             layers = np.full(num_experts, layer)
             offsets = self._records.offsets[layer][:, None]
             tables[_RESTING, layer] = self._addresses(layers, all_experts, slots) + offsets
-            slots[chosen] = first[layer % 2] + np.arange(len(chosen))
+            slots[chosen] = first[layer % len(first)] + np.arange(len(chosen))
             tables[_STAGED, layer] = self._addresses(layers, all_experts, slots) + offsets
         events = [torch.cuda.Event() for _ in range(2 * num_layers)]
         return StagedPass(first, experts, events[:num_layers], events[num_layers:])
 
     def _stage_next(self, staging: StagedPass) -> None:
-        """Starts the copies of the next layer, behind the kernels that read its half of the slots last."""
-        layer = staging.next_layer
+        """Starts the copies of the next layer, behind the kernels that read its part of the slots last."""
+        layer, parts = staging.next_layer, len(staging.first)
         if layer >= len(staging.experts):
             return
         staging.next_layer += 1
-        if layer < 2:
+        if layer < parts:
             self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
         else:
-            self._copy_stream.wait_event(staging.computed[layer - 2])
-        slot, record = staging.first[layer % 2], layer * self._records.num_experts
+            self._copy_stream.wait_event(staging.computed[layer - parts])
+        slot, record = staging.first[layer % parts], layer * self._records.num_experts
         with torch.cuda.stream(self._copy_stream):
             for expert, count in runs((int(e) for e in staging.experts[layer]), RUN):
                 source = self._records.host[record + expert : record + expert + count]
