@@ -402,10 +402,11 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     summary |= {"resident_enqueue_ms": modules.get("enqueue_ms"), "resident_busy_ms": modules.get("busy_ms")}
     summary["resident_kernels_ms"] = modules.get("kernels_ms")
     summary["resident_modules"] = {row["module"]: [row["enqueue_us"], row["busy_us"]] for row in modules.get("modules", ())} or None
-    turns = rows.get(f"ours/{best}/alternate", {})
+    turns = rows.get("start/alternate") or rows.get(f"ours/{best}/alternate", {})
     summary |= {"alternations": turns.get("rounds"), "alternations_equal": turns.get("equal")}
     ours = [row for name, row in rows.items() if name.startswith(("ours/in_step", "ours/between_steps"))]
     summary["ram_extra_gib"] = max((row["ram_extra_gib"] for row in ours if row.get("ram_extra_gib") is not None), default=None)
+    summary["vram_peak_gib_alternating"] = round(turns["vram_peak_mib"] / 1024, 2) if turns.get("vram_peak_mib") else None
     summary["vram_peak_gib"] = max((round(row["vram_peak_mib"] / 1024, 2) for row in ours if row.get("vram_peak_mib")), default=None)
     summary["second_start_s"] = rows.get("start/second", {}).get("s")
     summary["c1_vs_stock165"] = None

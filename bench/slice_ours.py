@@ -289,6 +289,43 @@ def staged(before: Row, after: Row, records: int, stride: int, passes: int) -> R
     return row
 
 
+def alternate(backend: Exl3Backend, tokens: int, deadline: float, at_step: Callable[[int], None]) -> Row:
+    """The same long prompt and the same steps ROUNDS times, while the cache goes on: every round must have the first one's bits.
+
+    Args:
+        tokens: of the prompt.
+        deadline: monotonic seconds; no round begins that would end later.
+        at_step: called with the number of each decode step before it, and with -1 after the last one of a round.
+    """
+    ids = np.random.default_rng(7).integers(10, 2000, tokens).tolist()
+    digests: list[str] = []
+    slowest = 0.0
+    began = time.monotonic()
+    while len(digests) < ROUNDS and time.monotonic() + slowest < deadline:
+        start = time.monotonic()
+        digests.append(_round(backend, ids, at_step))
+        slowest = max(slowest, time.monotonic() - start)
+    different = sum(digest != digests[0] for digest in digests)
+    row: Row = {"rounds": len(digests), "wanted": ROUNDS, "equal": different == 0, "different": different}
+    return row | {"s": round(time.monotonic() - began, 1), "steps": ROUND_STEPS * len(digests), "prompt_tokens": tokens}
+
+
+def _round(backend: Exl3Backend, ids: list[int], at_step: Callable[[int], None]) -> str:
+    total = hashlib.sha256()
+    stream = backend.open_stream()
+    try:
+        for start in range(0, len(ids), CHUNK):
+            logits = backend.prefill(stream, ids[start : start + CHUNK], all_logits=False)
+            total.update(logits.tobytes())
+        for step in range(ROUND_STEPS):
+            at_step(step)
+            total.update(backend.decode([stream], [10 + step]).tobytes())
+    finally:
+        at_step(-1)
+        backend.close_stream(stream)
+    return total.hexdigest()
+
+
 class OurEngine:
     """Our side: one loaded model, whose slots change with the mode."""
 
@@ -411,32 +448,11 @@ class OurEngine:
 
     def _alternate(self, backend: Exl3Backend) -> Row:
         """The same long prompt and the same steps again and again, while the cache goes on: every round must have the first one's bits."""
-        ids = np.random.default_rng(7).integers(10, 2000, self._args.context).tolist()
-        digests: list[str] = []
-        slowest = 0.0
-        began = time.monotonic()
-        while len(digests) < ROUNDS and time.monotonic() + slowest < self._deadline:
-            start = time.monotonic()
-            digests.append(self._round(backend, ids))
-            slowest = max(slowest, time.monotonic() - start)
-        different = sum(digest != digests[0] for digest in digests)
-        row: Row = {"rounds": len(digests), "wanted": ROUNDS, "equal": different == 0, "different": different}
-        return row | {"s": round(time.monotonic() - began, 1), "steps": ROUND_STEPS * len(digests)}
 
-    def _round(self, backend: Exl3Backend, ids: list[int]) -> str:
-        total = hashlib.sha256()
-        stream = backend.open_stream()
-        try:
-            for start in range(0, len(ids), CHUNK):
-                logits = backend.prefill(stream, ids[start : start + CHUNK], all_logits=False)
-                total.update(logits.tobytes())
-            for step in range(ROUND_STEPS):
-                self._routing.step = step
-                total.update(backend.decode([stream], [10 + step]).tobytes())
-        finally:
-            self._routing.step = -1
-            backend.close_stream(stream)
-        return total.hexdigest()
+        def force(step: int) -> None:
+            self._routing.step = step
+
+        return alternate(backend, self._args.context, self._deadline, force)
 
     def _modules(self, backend: Exl3Backend) -> Row:
         """One stream's step, module by module."""

@@ -1,8 +1,9 @@
-"""How long a worker's start takes on the slice: what it does from the process's first moment to a loaded, warm model.
+"""How long a worker's start takes on the slice, from the process's first moment to a loaded, warm model; and what it then does for long.
 
 `bench.gpu_exact_slice start` runs this module in a process of its own, twice unless the first one finds its arena and its choices of
 Triton's kernels. The worker's own loader does everything; the gRPC server that it starts beside is left out. Slots are as many as fit on a
-card of 24 GB, so that they are lent to prefills, which a start measures, as there.
+card of 24 GB, so that they are lent to prefills, which a start measures, as there. Behind a second start the same process has a long prompt
+and a few decode steps in turns: whether the card's memory suffices, and whether every turn has the first one's bits.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Any
 from bench import report
 from bench.kept_rows import Row
 
-FIRST, SECOND = "start/first", "start/second"
+FIRST, SECOND, TURNS = "start/first", "start/second", "start/alternate"
 FIRST_S, SECOND_S = 150.0, 35.0  # what they should take; the first one times Triton's configurations
-READY = "ready: "
+READY, TURNED = "ready: ", "alternated: "
 INSTANCE = "slice"
+MODE = "exact"
+LEAST_TURNS_S = 20.0  # less is not worth it
+TURNS_S = 200.0  # fifty rounds should take less
 
 
-def ready(folder: Path, pins: Path, card_mib: int) -> Row:
-    """Loads the checkpoint as a worker does; what it found.
+def ready(folder: Path, pins: Path, card_mib: int) -> tuple[Row, Any]:
+    """Loads the checkpoint as a worker does; what it found, and the backend.
 
     Args:
         folder: the checkpoint.
@@ -35,7 +39,7 @@ def ready(folder: Path, pins: Path, card_mib: int) -> Row:
     """
     import torch
 
-    from services.gpu_worker.backends.exl3 import loader
+    from services.gpu_worker.backends.exl3 import lending, loader
     from services.gpu_worker.checkpoint import Checkpoint
     from services.gpu_worker.patches import triton_tuners
     from services.gpu_worker.settings import GpuWorkerSettings
@@ -44,14 +48,18 @@ def ready(folder: Path, pins: Path, card_mib: int) -> Row:
         free, total = torch.cuda.mem_get_info(loader.DEVICE)
         return max(0, min(free, (card_mib << 20) - (total - free)))
 
-    loader.free_bytes = free_on_card
+    def spare_on_card(device: int) -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return int((card_mib << 20) - (total - free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+    loader.free_bytes, lending.spare_bytes = free_on_card, spare_on_card
     before = pins.read_bytes() if pins.exists() else b""
     own = before or not triton_tuners.shipped(torch.cuda.get_device_name(loader.DEVICE)).exists()
     began = time.monotonic()
-    settings = GpuWorkerSettings.load({}, model_dir=str(folder), instance=INSTANCE, triton_pin=str(pins), device="cuda")
+    settings = GpuWorkerSettings.load({}, model_dir=str(folder), instance=INSTANCE, triton_pin=str(pins), device="cuda", mode=MODE)
     backend = loader.load(settings, Checkpoint(folder), lambda _fraction, _words: None, "asked for")
     stats, after = backend.stats(), pins.read_bytes() if pins.exists() else b""
-    return {
+    row = {
         "load_s": round(time.monotonic() - began, 2),
         "arena": backend.info.arena,
         "slots": stats["slots"],
@@ -60,16 +68,32 @@ def ready(folder: Path, pins: Path, card_mib: int) -> Row:
         "pins": "the setting's file" if own else "shipped",
         "tuned": after != before,
     }
+    return row, backend
 
 
-def run(folder: Path, pins: Path, card_mib: int, limit_s: float) -> Row:
-    """A row of one start, in a process of its own.
+def turns(backend: Any, seconds: float) -> Row:
+    """Long prompts and decode steps in turns, as many as fit into so many seconds; the peak of VRAM meanwhile."""
+    from bench import slice_ours
+    from bench.slice_machine import Nvml, PeakSampler, vram_of
+
+    with PeakSampler(Nvml().used) as peak:
+        tokens = backend.info.max_context - slice_ours.ROUND_STEPS
+        row = slice_ours.alternate(backend, tokens, time.monotonic() + seconds, lambda _step: None)
+        stats = backend.stats()
+        return row | vram_of(peak) | {name: stats[name] for name in ("slots", "slot_lendings", "slot_bytes_lent") if name in stats}
+
+
+def run(folder: Path, pins: Path, card_mib: int, limit_s: float, turns_s: float = 0.0) -> tuple[Row, Row | None]:
+    """A row of one start, in a process of its own, and one of what came behind it.
+
+    Args:
+        turns_s: seconds for that, 0 for nothing.
 
     Raises:
         RuntimeError: it ended without being ready.
         subprocess.TimeoutExpired: it took longer than `limit_s`.
     """
-    command = [sys.executable, "-m", "bench.slice_start", str(folder), str(pins), "--card-mib", str(card_mib)]
+    command = [sys.executable, "-m", "bench.slice_start", str(folder), str(pins), "--card-mib", str(card_mib), "--turns-s", str(turns_s)]
     began = time.monotonic()
     done = subprocess.run(command, cwd=report.ROOT, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith(READY)), None)
@@ -77,7 +101,10 @@ def run(folder: Path, pins: Path, card_mib: int, limit_s: float) -> Row:
         raise RuntimeError(f"the start ended with {done.returncode}, not ready: {done.stdout[-500:]}")
     row: Row = json.loads(line.removeprefix(READY))
     row["s"] = round(row.pop("ready_at") - began, 2)  # one clock for all processes of a machine
-    return row
+    behind = next((line for line in done.stdout.splitlines() if line.startswith(TURNED)), None)
+    if behind is None:
+        return row, {"error": f"it ended with {done.returncode}"} if turns_s else None
+    return row, json.loads(behind.removeprefix(TURNED))
 
 
 def is_second(row: Row) -> bool:
@@ -86,12 +113,12 @@ def is_second(row: Row) -> bool:
 
 
 def measure(rows: Any, folder: Path, pins: Path, card_mib: int, deadline: float, start: Any = run) -> list[str]:
-    """Rows of a first start, where there was anything to do that it leaves behind, and of a second one.
+    """Rows of a first start, where there was anything to do that it leaves behind, of a second one, and of the turns behind it.
 
     Args:
         rows: bench.kept_rows.Rows.
         deadline: monotonic seconds; no start begins that would end later.
-        start: makes a row; another one in tests.
+        start: makes the rows; another one in tests.
 
     Returns:
         what there was no time for.
@@ -101,15 +128,20 @@ def measure(rows: Any, folder: Path, pins: Path, card_mib: int, deadline: float,
             break
         first = not rows.done(FIRST)
         left = deadline - time.monotonic()
-        if left < (FIRST_S if first and not pins.exists() else SECOND_S):
+        needed = FIRST_S if first and not pins.exists() else SECOND_S
+        if left < needed:
             return [SECOND]
+        wanted = needed == SECOND_S and left - needed >= LEAST_TURNS_S and not rows.done(TURNS)
+        turns_s = min(TURNS_S, left - needed) if wanted else 0.0
         try:
-            row = start(folder, pins, card_mib, left)
+            row, behind = start(folder, pins, card_mib, left, turns_s)
         except subprocess.TimeoutExpired:
             return [SECOND]
         except RuntimeError as error:
             rows.put(FIRST if first else SECOND, {"error": str(error)})
             return []
+        if behind is not None:
+            rows.put(TURNS, behind)
         if first and not is_second(row):
             rows.put(FIRST, row)
         else:
@@ -123,9 +155,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("pins", type=Path)
     parser.add_argument("--card-mib", type=int, required=True)
+    parser.add_argument("--turns-s", type=float, default=0.0)
     args = parser.parse_args()
-    row = ready(args.folder, args.pins, args.card_mib)
+    row, backend = ready(args.folder, args.pins, args.card_mib)
     print(READY + json.dumps(row | {"ready_at": time.monotonic()}), flush=True)
+    if args.turns_s:
+        print(TURNED + json.dumps(turns(backend, args.turns_s)), flush=True)
     os._exit(0)  # the arena stays, and nobody waits for what a worker would end
 
 

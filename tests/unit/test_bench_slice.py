@@ -692,8 +692,8 @@ def test_an_arena_without_files_is_filled_by_all_threads(tmp_path: Path, monkeyp
     again.unlink()
 
 
-def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20.0) -> dict[str, Any]:
-    return {"arena": arena, "tuned": tuned, "s": s}
+def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20.0) -> tuple[dict[str, Any], None]:
+    return {"arena": arena, "tuned": tuned, "s": s}, None
 
 
 @pytest.mark.parametrize(
@@ -705,7 +705,7 @@ def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20
     ],
 )
 def test_a_second_start_is_one_that_finds_what_the_first_has_left(
-    tmp_path: Path, starts: list[dict[str, Any]], rows: dict[str, float]
+    tmp_path: Path, starts: list[tuple[dict[str, Any], None]], rows: dict[str, float]
 ) -> None:
     """One start is enough where everything is there; what is tuned at every start counts to the second one as well."""
     kept, left = rows_in(tmp_path), list(starts)
@@ -716,6 +716,58 @@ def test_a_second_start_is_one_that_finds_what_the_first_has_left(
     assert {name: row["s"] for name, row in kept.rows.items()} == rows
     assert kept.summary()["second_start_s"] == rows[slice_start.SECOND]
     assert slice_start.measure(kept, tmp_path, pins, 24_564, deadline, start=None) == []  # nothing is measured again
+
+
+def test_a_second_start_goes_on_with_turns_where_there_is_time(tmp_path: Path) -> None:
+    """Not the one that tunes; a process that broke off behind its start costs the start nothing."""
+    kept, pins, asked = rows_in(tmp_path), tmp_path / "pins", []
+
+    def start(*how: Any) -> Any:
+        asked.append(how[4])
+        pins.write_text("{}")
+        row = started(tuned=True, s=80.0)[0] if len(asked) == 1 else started()[0]
+        return row, None if len(asked) == 1 else {"rounds": 50, "equal": True, "vram_peak_mib": 23_552}
+
+    assert slice_start.measure(kept, tmp_path, pins, 24_564, time.monotonic() + 500, start=start) == []
+    assert asked == [0.0, slice_start.TURNS_S]
+    summary = kept.summary()
+    assert (summary["alternations"], summary["alternations_equal"], summary["vram_peak_gib_alternating"]) == (50, True, 23.0)
+    kept, asked = rows_in(tmp_path / "short"), [0.0]
+    assert slice_start.measure(kept, tmp_path, pins, 24_564, time.monotonic() + 45, start=start) == []
+    assert asked[1:] == [0.0]
+    kept = rows_in(tmp_path / "broken")
+    assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 500, start=lambda *_: (started()[0], {"error": "x"})) == []
+    assert kept.done(slice_start.SECOND)
+    assert kept.summary()["alternations"] is None
+
+
+def test_turns_have_the_first_one_s_bits() -> None:
+    """The same prompt in whole chunks and the same steps; a round that differs is counted, and none begins that would end too late."""
+    seen: list[Any] = []
+
+    class Turning:
+        def open_stream(self) -> str:
+            return "stream"
+
+        def close_stream(self, _stream: str) -> None:
+            seen.append("closed")
+
+        def prefill(self, _stream: str, ids: list[int], *, all_logits: bool) -> np.ndarray:
+            seen.append(len(ids))
+            return np.array([len(seen) if seen.count("closed") == 2 else 0.0])
+
+        def decode(self, _streams: list[str], ids: list[int]) -> np.ndarray:
+            return np.array(ids)
+
+    steps: list[int] = []
+    backend: Any = Turning()
+    row = slice_ours.alternate(backend, slice_ours.CHUNK + 100, time.monotonic() + 600, steps.append)
+    assert {key: row[key] for key in ("rounds", "equal", "different", "prompt_tokens")} == {
+        "rounds": slice_ours.ROUNDS, "equal": False, "different": 1, "prompt_tokens": slice_ours.CHUNK + 100,
+    }  # fmt: skip
+    assert seen[:3] == [slice_ours.CHUNK, 100, "closed"]
+    assert steps[: slice_ours.ROUND_STEPS + 1] == [*range(slice_ours.ROUND_STEPS), -1]
+    assert slice_ours.alternate(backend, 10, time.monotonic() - 1, steps.append)["rounds"] == 0
 
 
 def test_a_start_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
@@ -755,7 +807,9 @@ time.sleep(0.5)"""
     python.write_text(f"#!{real}\n{say}\n")
     python.chmod(0o755)
     monkeypatch.setattr(slice_start.sys, "executable", str(python))
-    row = slice_start.run(tmp_path, tmp_path / "pins", 24_564, 60.0)
+    row, behind = slice_start.run(tmp_path, tmp_path / "pins", 24_564, 60.0)
+    assert behind is None
+    assert slice_start.run(tmp_path, tmp_path / "pins", 24_564, 60.0, 5.0)[1] == {"error": "it ended with 0"}
     assert row["arena"] == "x"
     assert "ready_at" not in row
     assert 0.3 <= row["s"] < 20
@@ -783,7 +837,7 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(loader, "load", load)
     monkeypatch.setattr("services.gpu_worker.checkpoint.Checkpoint", lambda folder: folder)
-    first, second = (slice_start.ready(tmp_path, pins, 24_564) for _ in range(2))
+    first, second = (slice_start.ready(tmp_path, pins, 24_564)[0] for _ in range(2))
     assert asked[0] == ("slice", str(pins), True, tmp_path, "asked for", (24_564 << 20) - (10 << 30))
     assert (first["tuned"], second["tuned"], second["slots"], second["pins"]) == (True, False, 9, "the setting's file")
     assert second["stages_s"] == {"total": 2.5}
