@@ -29,6 +29,7 @@ from bench.backend_info import gpu_info
 from bench.gpu_exact_script import SCRIPTS, Script, compare, run
 from bench.kept_rows import Rows
 from kernels.python.arena import Arena
+from kernels.python.pager import PagerPolicy
 from services.gpu_worker.backends import arena_fill, cpu_arena
 from services.gpu_worker.backends.base import chunk_end
 from services.gpu_worker.backends.exl3 import loader
@@ -37,7 +38,7 @@ from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.patches import triton_tuners, upstream
+from services.gpu_worker.patches import decode_blocks, triton_tuners, upstream
 from services.gpu_worker.patches.replace import Replacements
 
 CACHE_TOKENS = 32_768
@@ -51,6 +52,7 @@ SLICE = report.ROOT / "docs" / "results" / "gpu_exact_slice.json"
 UNMEASURED = "not measured: needs a run of bench.gpu_exact_slice with twelve layers, stock exllamav3 beside it"
 OTHER_FIGURES = tuple(slice_cases.NEEDS)
 STOCK = "stock"
+HINTS = 3  # as exact is served
 Row = dict[str, Any]
 
 
@@ -61,6 +63,22 @@ class Side:
     model: Any
     cache: Any
     tokenizer: Any
+    served_steps: int = 0  # decode steps that went the worker's way
+
+
+def decode_as_served(side: Side, into: Replacements) -> None:
+    """exllamav3's generator decodes on the patched blocks from now on, as the worker's own steps do (backend.py)."""
+    stock = side.model.forward
+
+    def forward(input_ids: torch.Tensor, params: Row | None = None) -> Any:
+        rows, tokens = input_ids.shape
+        # The generator's prefills have no pinned staging.
+        if params is not None and params.get("pinned_staging") and tokens == 1 and rows <= decode_blocks.MAX_ROWS:
+            params[decode_blocks.DECODE] = rows
+            side.served_steps += 1
+        return stock(input_ids, params)
+
+    into.set(side.model, "forward", forward)
 
 
 @dataclass
@@ -97,11 +115,13 @@ class Bench:
             if time.monotonic() > self.deadline:
                 self.skipped.append(f"{name}: {script.name}, chunk {chunk}")
                 continue
-            began = time.monotonic()
+            began, steps = time.monotonic(), side.served_steps
             got = self.run(self.exl3, side.model, side.cache, side.tokenizer, script, chunk, between)
             seconds = round(time.monotonic() - began, 3)
             want = self.wanted.setdefault((script.name, chunk), got)
             row = {"name": name, "script": script.name, "chunk": chunk, **compare(want, got), "seconds": seconds}
+            if side.served_steps > steps:
+                row["served_steps"] = side.served_steps - steps
             if facts is not None:
                 row["facts"] = facts()
             self.add(row)
@@ -150,12 +170,17 @@ def make_arena(checkpoint: Checkpoint, path: Path) -> tuple[Arena, list[Any]]:
     return arena, shapes
 
 
-def admitting(bench: Bench, num_slots: int, *, on_demand: bool, few: bool) -> None:
-    """The cache as it serves, admissions and staging on."""
-    name = f"{num_slots} slots, {'on demand' if on_demand else 'between steps'}"
+def admitting(bench: Bench, num_slots: int, *, on_demand: bool, few: bool, hints: int = 0) -> None:
+    """The cache as it serves, admissions and staging on.
+
+    Args:
+        hints: most records of a layer that a guess brings ahead.
+    """
+    name = f"{num_slots} slots, {'on demand' if on_demand else 'between steps'}{', hints' if hints else ''}"
     if bench.there(f"{name}, verify"):
         return  # the last of its rows
-    with bench.with_slots(num_slots, ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)) as store:
+    options = ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand, pager=PagerPolicy(admit_after=1, hint_records=hints))
+    with bench.with_slots(num_slots, options) as store:
         bench.measure(name, bench.ours, facts=lambda: {k: v for k, v in store.stats().items() if k != "arena_bytes"}, few=few)
         torch.cuda.synchronize()
         verified = store.verify()
@@ -301,6 +326,7 @@ def everything(args: argparse.Namespace, started: Row, rows: Rows, began: float,
         loaded = loader.load_model(checkpoint, arena, shapes, cache_tokens=CACHE_TOKENS, max_streams=8, chunk=max(CHUNKS))
         print(f"ours loaded after {time.monotonic() - began:.1f} s", flush=True)
         ours = Side(loaded.model, loaded.cache, stock.tokenizer)
+        decode_as_served(ours, loaded.replacements)
         scripts = [SCRIPTS[1], SCRIPTS[3], SCRIPTS[4]] if args.quick else list(SCRIPTS)
         chunks = [2048] if args.quick else list(CHUNKS)
         top_k = checkpoint.config.num_experts_per_tok
@@ -336,6 +362,8 @@ def compare_all(bench: Bench, checkpoint: Checkpoint, moves: int) -> None:
         admitting(bench, count // 9, on_demand=on_demand, few=False)
         for num_slots in (count, count // 2, 7, 1):
             admitting(bench, num_slots, on_demand=on_demand, few=True)
+    admitting(bench, count // 9, on_demand=True, few=False, hints=HINTS)
+    admitting(bench, count // 2, on_demand=True, few=True, hints=HINTS)
     shuffled(bench, count // 2, moves)
     overwritten(bench, 0.5)
 

@@ -14,6 +14,8 @@ import torch
 from bench import gpu_exact, slice_cases
 from bench.gpu_exact_script import SCRIPTS
 from bench.kept_rows import Rows
+from services.gpu_worker.patches import decode_blocks
+from services.gpu_worker.patches.replace import Replacements
 
 SCRIPT = SCRIPTS[1]
 
@@ -57,6 +59,31 @@ def test_a_second_command_compares_what_is_missing(tmp_path: Path, runs: Runs) -
     assert len(runs) == 8
     assert summary_of(tmp_path)["bit_exact"] is True
     assert len(json.loads((tmp_path / "out.json").read_text())["rows"]) == 6
+
+
+def test_our_side_decodes_as_the_worker_does(tmp_path: Path, runs: Runs) -> None:
+    """The generator's decode steps take the patched blocks, its prefills and wide steps stock's; rows say how many did."""
+    passes: list[Any] = []
+    model = types.SimpleNamespace(forward=lambda ids, params=None: passes.append(dict(params or {})) or tuple(ids.shape))
+    stock = model.forward
+    bench = bench_in(tmp_path, runs)
+    bench.ours.model = model
+    with Replacements() as into:
+        gpu_exact.decode_as_served(bench.ours, into)
+        for rows, tokens, staged in ((3, 1, True), (1, 1, False), (2, 5, True), (9, 1, True), (8, 1, True)):
+            assert model.forward(input_ids=torch.zeros(rows, tokens), params={"pinned_staging": staged}) == (rows, tokens)
+        model.forward(torch.zeros(1, 1))
+    assert model.forward is stock
+    assert [one.get(decode_blocks.DECODE) for one in passes] == [3, None, None, None, 8, None]
+    assert bench.ours.served_steps == 2
+
+    def run(*_how: Any) -> list[torch.Tensor]:
+        bench.ours.served_steps += 4
+        return [torch.zeros(1, 4)]
+
+    bench.run = run
+    bench.measure("slots", bench.ours)
+    assert {row["served_steps"] for row in bench.rows.rows.values() if row["name"] == "slots"} == {4}
 
 
 def test_bits_that_differed_once_stay_in_the_file(tmp_path: Path, runs: Runs) -> None:
