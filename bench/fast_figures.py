@@ -143,7 +143,7 @@ def _speed(rows: list[Row], stock_tok_s: float | None) -> Row:
     many = measured.get((MANY_STEPS, 1, 1), {})
     planned = many if (many.get("planner_steps") or 0) >= ENOUGH_STEPS else one
     return {
-        **{f"c{n}_tok_s": fast(n) for n in (1, 2, 4)},
+        **{f"c{n}_tok_s": fast(n) for n in (1, 2, 4, 8)},
         **{f"c{n}_vs_exact": over(fast(n), exact(n, 1)) for n in (1, 2, 4)},
         "c1_vs_stock151": over(fast(1), stock_tok_s),
         "c1_vs_exact_derated": over(fast(1, 2), exact(1, 2)),
@@ -151,6 +151,7 @@ def _speed(rows: list[Row], stock_tok_s: float | None) -> Row:
         "c1_vs_stock151_derated": over(fast(1, 2), stock_tok_s),
         "two_threads_vs_exact": over(speeds.get((TWO_THREADS, 1, 1)), exact(1, 1)),
         "step_over_bound": one.get("step_over_bound"),
+        "step_over_lanes_bound": one.get("step_over_lanes_bound"),
         "planner_error_pct": planned.get("planner_error_pct"),
         "planner_steps": planned.get("planner_steps"),
     }

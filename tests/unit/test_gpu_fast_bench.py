@@ -330,7 +330,9 @@ def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> Non
     assert (exact["name"], fast["name"], fast["streams"], fast["threads"]) == ("exact in step", "fast", 1, 1)
     assert "step_over_bound" not in exact
     assert exact["step_over_link_bound"] == pytest.approx(exact["ms"] / exact["link_bound_ms"], rel=5e-3)
-    assert fast["bound_ms"] <= fast["link_bound_ms"]
+    assert fast["lanes_bound_ms"] <= fast["bound_ms"] <= fast["link_bound_ms"]
+    lane = bound["stride"] / (fast["ct_b_us"] * 1e-6)
+    assert fast["lanes_bound_ms"] == pytest.approx(0.5 + 1000 * fast["missed_mib_per_step"] * 2**20 / (1e9 + lane), abs=1e-3)
     assert sum(fast["experts_by_lane"].values()) > 0
     assert fast["ct_b_us"] > 0
     summary = results.summary
@@ -471,7 +473,7 @@ def test_the_speed_part_measures_the_most_valuable_first_and_goes_on(rig: Any, m
     results = gpu_fast.Results(tmp_path / "out.json", {"machine": {}}, tmp_path / "rows")
     gpu_fast_parts.speed_on_gpu(args, results, time.monotonic() + 300)
     measured = [key for key in results.kept.rows if key in expected]
-    assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2"]
+    assert measured == ["speed/fast/C1/x1", "speed/fast/C4/x1", "speed/fast/C2/x1", "speed/fast/C1/x2", "speed/fast/C8/x1"]
     assert held == [0]
     assert set(results.left_out) == {*expected, "hidden states"} - set(measured)
     monkeypatch.setattr(gpu_fast_parts, "HIDDEN_S", 0.0)
