@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kernels.python.expert import Variant
+from kernels.python.arena import Arena
+from kernels.python.expert import ExpertShape, Variant
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import select
-from services.gpu_worker.backends.exl3 import fast_setup, loader
+from services.gpu_worker.backends.exl3 import fast_setup, loader, records
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
@@ -385,3 +389,48 @@ def test_the_first_configuration_can_be_forced() -> None:
     found, plain, wrapped = modules()
     assert triton_tuners.use_first_configurations(triton_tuners.find(FakeTuner, found)) == 2
     assert len(plain.configs) == len(wrapped.configs) == 1
+
+
+def test_exllamav3_is_imported_beside_what_needs_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a thread of its own, with its Triton kernels; who imports it next has it, or the reason why nobody can."""
+    (tmp_path / "stock_of_the_test.py").write_text("import threading\nby = threading.current_thread().name\n")
+    (tmp_path / "kernels_of_the_test.py").write_text("raise ImportError('no triton')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(loader.upstream, "PACKAGE", "stock_of_the_test")
+    monkeypatch.setattr(loader.upstream, "TUNED", "kernels_of_the_test")
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    loader.import_beside()
+    for thread in threading.enumerate():
+        if thread.name == "import":
+            thread.join(10)
+    assert sys.modules.pop("stock_of_the_test").by == "import"
+    assert raised == []
+    with pytest.raises(ImportError, match="no triton"):
+        importlib.import_module("kernels_of_the_test")
+
+
+def test_records_are_unpinned_when_exllamav3_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few ranges, none of which ends inside a layer; the extension is asked for when all are pinned."""
+    arena = Arena.create(str(tmp_path / "arena"), [ExpertShape.create(128, 128, 3)] * 3, 4, bytes(32))
+    pinned: list[tuple[int, int]] = []
+    calls = {
+        "cudaHostRegister": lambda at, size, _flags: pinned.append((at, size)) or 0,
+        "cudaHostUnregister": lambda at: pinned.remove(next(one for one in pinned if one[0] == at)),
+    }
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: types.SimpleNamespace(**calls))
+    stride = int(arena.record(0, 1).ctypes.data) - int(arena.record(0, 0).ctypes.data)
+    monkeypatch.setattr(records, "MAX_RANGE_BYTES", 9 * stride)
+    seen: list[list[tuple[int, int]]] = []
+
+    def extension() -> Any:
+        seen.append(list(pinned))
+        raise ImportError("no extension")
+
+    shapes = [ExpertShape.create(128, 128, 3)] * 3
+    with pytest.raises(ImportError, match="no extension"):
+        records.PinnedRecords(arena, shapes, 0, extension)
+    base = int(arena.record(0, 0).ctypes.data)
+    assert seen == [[(base, 8 * stride), (base + 8 * stride, 4 * stride)]]
+    assert pinned == []
+    arena.unlink()

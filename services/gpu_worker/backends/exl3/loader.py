@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import pathlib
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -87,6 +88,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     """
     upstream.check()
     resolve_mode(settings.mode, "")  # before anything slow
+    import_beside()
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
@@ -187,13 +189,48 @@ def load_model(
 
     The text model alone is loaded: no vision tower, no prediction head.
     """
-    # Late: importing exllamav3 loads (or compiles) its extension.
-    from exllamav3 import Cache, Config, Model
+    torch.cuda.set_device(DEVICE)
+    records = PinnedRecords(arena, shapes, DEVICE, extension)
+    replacements = Replacements()
+    try:
+        model, cache, layers, table = load_around(
+            records, checkpoint, replacements, cache_tokens=cache_tokens, max_streams=max_streams, chunk=chunk
+        )
+    except BaseException:
+        replacements.undo()
+        records.close()
+        raise
+    return Loaded(model, cache, layers, records, table, replacements)
+
+
+def extension() -> Any:
+    """exllamav3's compiled module."""
     from exllamav3.ext import exllamav3_ext
+
+    return exllamav3_ext
+
+
+def import_beside() -> None:
+    """Begins to import exllamav3, which loads its extension, while another thread opens and pins the arena."""
+
+    def run() -> None:
+        # Who imports it next waits for this, or fails as this did.
+        with contextlib.suppress(Exception):
+            for module in (upstream.PACKAGE, upstream.TUNED):
+                importlib.import_module(module)
+
+    threading.Thread(target=run, name="import", daemon=True).start()
+
+
+def load_around(
+    records: PinnedRecords, checkpoint: Checkpoint, replacements: Replacements, *, cache_tokens: int, max_streams: int, chunk: int
+) -> tuple[Any, Any, list[expert_load.MoeLayer], torch.Tensor]:
+    """Everything but the experts, around pinned records: model, cache, layers with experts, and the tables of their addresses."""
+    from exllamav3 import Cache, Config, Model
     from exllamav3.modules import block_sparse_mlp, mla_attn
     from exllamav3.modules.quant.exl3 import LinearEXL3
 
-    torch.cuda.set_device(DEVICE)
+    arena = records.arena
     config = Config.from_directory(str(checkpoint.path))
     model = Model.from_config(config)
     layers = expert_load.find_moe_layers(model, block_sparse_mlp.BlockSparseMLP)
@@ -204,25 +241,18 @@ def load_model(
             param="GLM53_MODEL_DIR",
         )
     cache = Cache(model, max_num_tokens=cache_tokens, max_batch_size=max_streams)
-    records = PinnedRecords(arena, shapes, DEVICE, exllamav3_ext)
     table = torch.zeros((len(layers), len(pointer_tables.ROWS), arena.experts_per_layer), dtype=torch.int64, device=f"cuda:{DEVICE}")
-    replacements = Replacements()
-    try:
-        expert_load.install(replacements, layers, LinearEXL3, records.view, records.marker)
-        with Replacements() as while_loading:
-            pointer_tables.install(while_loading, block_sparse_mlp, expert_load.places(layers), table)
-            model.load(device=f"cuda:{DEVICE}", max_chunk_size=chunk, progressbar=False)
-        config.stc.close()
-        pointer_tables.share_reconstruct_scales(
-            layers, lambda mlp: torch.empty((1, mlp.multi_up.in_features), dtype=torch.float16, device=f"cuda:{DEVICE}")
-        )
-        patch_blocks(replacements, model, exllamav3_ext, block_sparse_mlp.BlockSparseMLP)
-        pool_words.install(replacements, mla_attn)
-    except BaseException:
-        replacements.undo()
-        records.close()
-        raise
-    return Loaded(model, cache, layers, records, table, replacements)
+    expert_load.install(replacements, layers, LinearEXL3, records.view, records.marker)
+    with Replacements() as while_loading:
+        pointer_tables.install(while_loading, block_sparse_mlp, expert_load.places(layers), table)
+        model.load(device=f"cuda:{DEVICE}", max_chunk_size=chunk, progressbar=False)
+    config.stc.close()
+    pointer_tables.share_reconstruct_scales(
+        layers, lambda mlp: torch.empty((1, mlp.multi_up.in_features), dtype=torch.float16, device=f"cuda:{DEVICE}")
+    )
+    patch_blocks(replacements, model, extension(), block_sparse_mlp.BlockSparseMLP)
+    pool_words.install(replacements, mla_attn)
+    return model, cache, layers, table
 
 
 def patch_blocks(replacements: Replacements, model: Any, ext: Any, moe_class: type) -> None:
@@ -260,9 +290,7 @@ def make_store(
 
 def guess_early(replacements: Replacements, loaded: Loaded, store: ExpertStore) -> None:
     """Decode steps guess what the next layer picks; a layer of another kind is guessed by nobody."""
-    from exllamav3.ext import exllamav3_ext  # late, as in load_model
-
-    routers, reasons = early_router.install(replacements, loaded.model, exllamav3_ext, loaded.layers)
+    routers, reasons = early_router.install(replacements, loaded.model, extension(), loaded.layers)
     store.hint_from(routers.guess)
     log.info("early router = %d of %d layers guessed", len(routers.after), len(loaded.layers))
     for reason in reasons:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,24 +33,28 @@ class PinnedRecords:
         arena: sealed; stays mapped as long as this object lives.
         shapes: one per layer.
         device: the CUDA device's index; must be the current one.
-        extension: exllamav3's compiled module.
+        extension: gives exllamav3's compiled module; called when everything is pinned, which another thread may import it beside.
 
     Raises:
         ConfigError: the driver refuses.
     """
 
-    def __init__(self, arena: Arena, shapes: list[ExpertShape], device: int, extension: Any) -> None:
+    def __init__(self, arena: Arena, shapes: list[ExpertShape], device: int, extension: Callable[[], Any]) -> None:
         self.arena, self.shapes, self.device = arena, shapes, device
         self.num_layers, self.num_experts = arena.num_layers, arena.experts_per_layer
         self.base = _address(arena, 0, 0)
         self.stride = (_address(arena, 0, 1) if self.num_experts > 1 else _address(arena, 1, 0)) - self.base
-        self._extension = extension
         self._registered: list[int] = []
         began = time.perf_counter()
         self._pin()
         self.pin_seconds = time.perf_counter() - began
         log.info("%.1f GiB of records are pinned after %.1f s", self.num_bytes / (1 << 30), self.pin_seconds)
-        self.device_base = int(extension.cuda_host_get_device_pointer(self.base))
+        try:
+            self._extension = extension()
+            self.device_base = int(self._extension.cuda_host_get_device_pointer(self.base))
+        except BaseException:
+            self.close()
+            raise
         buffer = (ctypes.c_uint8 * self.num_bytes).from_address(self.base)
         buffer._keep = arena.handle  # type: ignore[attr-defined]
         # uint8 [records, stride] on the host
