@@ -16,6 +16,7 @@ from kernels.python.errors import KernelError
 from kernels.python.fast_pager import FastCosts, Forced
 from kernels.python.job_server import JobServer, ServerStep
 from kernels.python.pager import PagerPolicy
+from tests.support.slow_process import crawling, is_felt
 from tests.tier.fast_world import PATIENT_MS, FastWorld
 from tests.tier.harness import EXPERTS, LAYERS, Stage, cpu_expert, stage, wait_until
 
@@ -169,16 +170,23 @@ def test_a_stopped_server_is_left_alone_and_welcomed_back(made: Stage) -> None:
         assert stats["lane"]["ups"] >= 3
 
 
-def test_a_server_that_crawls_costs_no_bit(made: Stage) -> None:
-    """It gets a hundredth of the time: jobs come late or are given up, answers keep their bits, nothing hangs."""
-    with cpu_expert(made) as server, decoding(made, timeout_ms=400) as (w, background):
+@pytest.mark.parametrize("stopped_s", [0.1, 0.6])
+def test_a_server_that_crawls_costs_no_bit(made: Stage, stopped_s: float) -> None:
+    """It gets a hundredth of the time: jobs come late or are given up, answers keep their bits, nothing hangs, and the lane returns."""
+    timeout_ms = 400
+    with cpu_expert(made) as server, decoding(made, timeout_ms=timeout_ms) as (w, background):
         assert wait_until(lambda: served(w) > 0, 60)
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
-            server.signal(signal.SIGSTOP)
-            time.sleep(0.1)
-            server.signal(signal.SIGCONT)
-            time.sleep(0.001)
+        given_up = w.pager.fast_stats()["aborts"]
+        with crawling(server.process.pid, stopped_s, stopped_s / 100):
+            assert wait_until(is_felt(w.pager.fast_stats), 60)
+            if stopped_s * 1000 > timeout_ms:
+                assert wait_until(lambda: w.pager.fast_stats()["lane"]["reason"] in ("heartbeat lost", "job deadline passed"), 60)
+                assert w.pager.fast_stats()["aborts"] > given_up
+            assert background.more(10)
+        assert wait_until(lambda: w.pager.lane_up, 90)
+        before = w.pager.fast_stats()
+        assert wait_until(lambda: served(w) > before["cpu_expert_bytes"], 90)
+        assert w.pager.fast_stats()["lane"]["done"] > before["lane"]["done"]
         assert background.more(5)
 
 
