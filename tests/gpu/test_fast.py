@@ -20,7 +20,7 @@ from kernels.python.fast_pager import FastLayout, FastOptions, FastPager, Forced
 from kernels.python.pager import PagerLayout, PagerPolicy
 from services.gpu_worker.backends import select
 from services.gpu_worker.backends.exl3.first_launches import FirstLaunches
-from tests.tier import conftest
+from tests.tier import conftest, lane_faults
 from tests.tier.fast_world import fp16_batch
 from tests.tier.harness import EXPERTS, HIDDEN, LAYERS, TOP_K, Oracle, Stage, bits_equal, cpu_expert, wait_until
 
@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 made, shm_dir = conftest.made, conftest.shm_dir
 ROWS = 8
+TIMEOUT_MS = 400
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -136,7 +137,7 @@ class GpuWorld:
         )  # fmt: skip
         handles, functions = [kernels.handle for kernels in self.kernels], cuda_expert.step_functions()
         offsets = np.zeros((LAYERS, parts), np.int64)
-        options = FastOptions(job_timeout_ms=400, heartbeat_timeout_ms=400)
+        options = FastOptions(job_timeout_ms=TIMEOUT_MS, heartbeat_timeout_ms=TIMEOUT_MS)
         self.pager = FastPager(layout, offsets, fast, arena, region, handles, functions, options, PagerPolicy(admit_after=1))
         self.oracle, self.rng = Oracle(arena), np.random.default_rng(num_slots)
 
@@ -204,6 +205,20 @@ def test_a_killed_cpu_expert_costs_no_bit(made: Stage, world: GpuWorld) -> None:
             for _ in range(20):
                 world.decode()
     assert world.pager.fast_stats()["lane"]["ups"] >= 3
+
+
+def test_a_stopped_cpu_expert_costs_no_bit_and_is_welcomed_back(made: Stage, world: GpuWorld) -> None:
+    """Every pick is the lane's when it stops; passes go on, and it serves again once it has woken with an old job in its hands."""
+    with cpu_expert(made) as server:
+        for _ in range(2):
+            lane_faults.stop_and_wake(world, server)
+
+
+@pytest.mark.parametrize("stopped_s", [0.1, 0.6])
+def test_a_cpu_expert_that_crawls_costs_no_bit(made: Stage, world: GpuWorld, stopped_s: float) -> None:
+    """It gets a hundredth of the time, from a thread and so in mid-step: in stops that are shorter and longer than a job's deadline."""
+    with cpu_expert(made) as server:
+        lane_faults.crawl(world, server, stopped_s, TIMEOUT_MS)
 
 
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
