@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.python.tier import TierEngine
+from tests.support.slow_process import crawling, is_felt
 from tests.tier.harness import Oracle, Stage, bits_equal, cpu_expert, forward, random_batch, wait_until
 
 
@@ -101,6 +102,35 @@ def test_a_stopped_server_is_left_alone_and_welcomed_back(made: Stage) -> None:
         assert engine.wait_lane(20)
         background.join()
         assert engine.stats()["aborts"] >= 3
+
+
+@pytest.mark.parametrize("stopped_s", [0.1, 0.6])
+def test_a_server_that_crawls_costs_no_bit(made: Stage, stopped_s: float) -> None:
+    """It gets a hundredth of the time, with a job in every step that misses: jobs come late, or are given up again and again; nothing hangs."""
+    timeout_ms = 400
+    oracle = Oracle(made.arena)
+    timeouts = {"ct_timeout_ms": timeout_ms, "heartbeat_timeout_ms": timeout_ms}
+    with made.engine(num_slots=6, min_cpu_experts=1, **timeouts) as engine, cpu_expert(made) as server:
+        assert engine.wait_lane(20)
+        background = Background(engine, oracle, 17)
+        try:
+            assert wait_until(lambda: engine.stats()["cpu_expert_bytes"] > 0)
+            before = engine.stats()
+            with crawling(server.process.pid, stopped_s, stopped_s / 100):
+                assert wait_until(is_felt(engine.stats), 60)
+                if stopped_s * 1000 > timeout_ms:
+                    assert wait_until(lambda: engine.stats()["lane"]["reason"] in ("heartbeat lost", "job deadline passed"), 60)
+                    # It has a moment between two stops, says that it is there again, and gets the next job.
+                    assert wait_until(lambda: engine.stats()["aborts"] >= before["aborts"] + 2, 60)
+                    assert engine.stats()["lane"]["ups"] > before["lane"]["ups"]
+                steps = background.steps
+                assert wait_until(lambda: background.steps >= steps + 10, 60)
+            assert engine.wait_lane(60)
+            healthy = engine.stats()
+            assert wait_until(lambda: engine.stats()["cpu_expert_bytes"] > healthy["cpu_expert_bytes"], 60)
+            assert wait_until(lambda: engine.stats()["lane"]["done"] > healthy["lane"]["done"], 60)
+        finally:
+            background.join()
 
 
 def test_a_drained_server_finishes_and_exits_cleanly(made: Stage) -> None:
