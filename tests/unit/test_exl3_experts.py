@@ -1,6 +1,7 @@
 """The GPU's expert store over fake streams: the "device" is host memory, the "kernels" read bytes through the tables' addresses.
 
-What streams do to the order of things is tested on a GPU (tests/gpu, bench/gpu_exact.py); here it is that every address is right.
+Here it is that every address is right. What streams do to the order of things is in test_exl3_streams.py, and on a GPU (tests/gpu,
+bench/gpu_exact.py).
 """
 
 from __future__ import annotations
@@ -84,10 +85,10 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
 class FakeRecords:
     """Random records in ordinary memory."""
 
-    def __init__(self) -> None:
-        self.num_layers, self.num_experts = LAYERS, EXPERTS
-        self.num_records = LAYERS * EXPERTS
-        self.shapes = [SHAPE] * LAYERS
+    def __init__(self, num_layers: int = LAYERS) -> None:
+        self.num_layers, self.num_experts = num_layers, EXPERTS
+        self.num_records = num_layers * EXPERTS
+        self.shapes = [SHAPE] * num_layers
         self.stride = SHAPE.record_bytes
         self.host = torch.randint(0, 255, (self.num_records, self.stride), dtype=torch.uint8)
         self.pristine = self.host.clone()
@@ -113,11 +114,11 @@ class FakeRecords:
 class World:
     """A store, and kernels that check what they read."""
 
-    def __init__(self, num_slots: int, options: ExpertOptions) -> None:
-        self.records = FakeRecords()
-        self.table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
+    def __init__(self, num_slots: int, options: ExpertOptions, num_layers: int = LAYERS) -> None:
+        self.records = FakeRecords(num_layers)
+        self.table = torch.zeros(num_layers, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
         self.layers = []
-        for layer in range(LAYERS):
+        for layer in range(num_layers):
             linears = {p: [types.SimpleNamespace(inner=self._inner(layer, e, p)) for e in range(EXPERTS)] for p in ("gate", "up", "down")}
             mlp = types.SimpleNamespace(gates=linears["gate"], ups=linears["up"], downs=linears["down"])
             self.layers.append(MoeLayer(layer, mlp, EXPERTS))
@@ -146,7 +147,7 @@ class World:
                 )
 
     def decode(self, draw: random.Random, rows: int = 2) -> None:
-        for layer in range(LAYERS):
+        for layer in range(self.records.num_layers):
             sel = torch.tensor([draw.sample(range(EXPERTS), TOP_K) for _ in range(rows)])
             self.store.before_experts(layer, rows, sel)
             for expert in sel.unique().tolist():
@@ -154,9 +155,9 @@ class World:
             self.store.after_experts(layer)
         self.store.between_passes()
 
-    def prefill(self, rows: int = 100, layers: int = LAYERS) -> None:
+    def prefill(self, rows: int = 100, layers: int | None = None) -> None:
         self.store.begin_prefill(rows)
-        for layer in range(layers):
+        for layer in range(self.records.num_layers if layers is None else layers):
             self.store.before_experts(layer, rows, None)
             for expert in range(EXPERTS):
                 self.read(layer, expert)
