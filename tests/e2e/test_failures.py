@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,15 +10,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench import server as serving
 from bench.server import Server
 from tests.e2e import asking
+from tests.support.slow_process import crawling, is_felt, stopped
 
 pytestmark = pytest.mark.e2e
 
 LONG = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 150, "ignore_eos": True}
+UP, DOWN = ("UP", 1.0), ("DOWN", 0.0)
+SLOW = ("heartbeat lost", "job deadline passed")
 
 
 def long_body(server: Server, **more: Any) -> dict[str, Any]:
@@ -28,8 +34,67 @@ def tiers(server: Server) -> dict[str, Any]:
     return dict(server.get_json("/stats")["tiers"])
 
 
-def lane(server: Server) -> str:
-    return str(tiers(server)["lane"]["state"])
+def lane(server: Server) -> tuple[str, float | None]:
+    """The CPU lane's state in /stats, and `glm53_cpu_lane_up` in /metrics: None where the worker did not answer the scrape."""
+    state = str(tiers(server)["lane"]["state"])
+    families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics", timeout=20).text)
+    return state, next((family.samples[0].value for family in families if family.name == "glm53_cpu_lane_up"), None)
+
+
+def wait_up(server: Server) -> None:
+    """Readiness does not wait for cpu_expert."""
+    asking.until(lambda: lane(server) == UP, 60, "the lane is up")
+
+
+def wait_served(server: Server, body: dict[str, Any], undisturbed: asking.Stream) -> None:
+    """Streams, with the tokens of an undisturbed one, until cpu_expert has served jobs after this call."""
+    before = tiers(server)
+
+    def serves() -> bool:
+        assert same(asking.stream(server.url, body), undisturbed)
+        after = tiers(server)
+        return bool(after["cpu_expert_bytes"] > before["cpu_expert_bytes"] and after["lane"]["done"] > before["lane"]["done"])
+
+    asking.until(serves, 60, "cpu_expert serves jobs")
+
+
+def same(got: asking.Stream, undisturbed: asking.Stream) -> bool:
+    """The same tokens and the same end."""
+    ends = [(s.reasoning, s.content, s.finish_reason, s.error, s.done) for s in (got, undisturbed)]
+    return ends[0] == ends[1]
+
+
+class Streaming:
+    """The same stream again and again in a thread, so that a fault meets one at work; each must be the undisturbed one."""
+
+    def __init__(self, server: Server, body: dict[str, Any], undisturbed: asking.Stream) -> None:
+        self.streams = 0
+        self._over = threading.Event()
+        self._problems: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, args=(server, body, undisturbed))
+        self._thread.start()
+
+    def _run(self, server: Server, body: dict[str, Any], undisturbed: asking.Stream) -> None:
+        try:
+            while not self._over.is_set():
+                got = asking.stream(server.url, body)
+                assert same(got, undisturbed), got
+                self.streams += 1
+        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+            self._problems.append(error)
+
+    def more(self, streams: int) -> None:
+        """Waits until so many more are through."""
+        target = self.streams + streams
+        asking.until(lambda: self.streams >= target or self._problems, 120, "streams go on")
+
+    def join(self) -> None:
+        """Raises what went wrong."""
+        self._over.set()
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive(), "a stream hangs"
+        if self._problems:
+            raise self._problems[0]
 
 
 def alive(pid: int) -> bool:
@@ -54,32 +119,64 @@ def at_event(number: int, action: Any) -> Any:
 
 def test_killing_cpu_expert_in_mid_stream_changes_no_token(own_stack: Server) -> None:
     """The stream goes on with exactly the tokens of an undisturbed run, and the lane comes back."""
-    undisturbed = asking.stream(own_stack.url, long_body(own_stack))
+    wait_up(own_stack)
+    body = long_body(own_stack)
+    undisturbed = asking.stream(own_stack.url, body)
     before = tiers(own_stack)
-    assert before["lane"]["state"] == "UP"
     victim = own_stack.pid_of("cpu_expert")
-    got = asking.stream(own_stack.url, long_body(own_stack), on_event=at_event(10, lambda: os.kill(victim, signal.SIGKILL)))
-    assert (got.reasoning, got.content, got.finish_reason) == (undisturbed.reasoning, undisturbed.content, undisturbed.finish_reason)
-    asking.until(lambda: own_stack.pid_of("cpu_expert") != victim and lane(own_stack) == "UP", 30, "the lane is back")
-    again = asking.stream(own_stack.url, long_body(own_stack))
-    assert (again.reasoning, again.content) == (undisturbed.reasoning, undisturbed.content)
+    got = asking.stream(own_stack.url, body, on_event=at_event(10, lambda: os.kill(victim, signal.SIGKILL)))
+    assert same(got, undisturbed)
+    asking.until(lambda: own_stack.pid_of("cpu_expert") != victim and lane(own_stack) == UP, 60, "the lane is back")
+    wait_served(own_stack, body, undisturbed)
     after = tiers(own_stack)
     assert after["lane"]["ups"] > before["lane"]["ups"]
-    assert after["cpu_expert_bytes"] > before["cpu_expert_bytes"]
+    assert after["aborts"] > before["aborts"]
 
 
 def test_stopping_cpu_expert_for_five_seconds_changes_no_token(own_stack: Server) -> None:
-    """SIGSTOP in mid-stream: no hang, no wrong token, also after it wakes."""
-    undisturbed = asking.stream(own_stack.url, long_body(own_stack))
+    """SIGSTOP in mid-stream: no hang, no wrong token, also after it wakes; meanwhile /stats and /metrics tell that the lane is down."""
+    wait_up(own_stack)
+    body = long_body(own_stack)
+    undisturbed = asking.stream(own_stack.url, body)
+    before = tiers(own_stack)
+    with contextlib.ExitStack() as stop:
+        fault = stopped(own_stack.pid_of("cpu_expert"))
+        got = asking.stream(own_stack.url, body, on_event=at_event(10, lambda: stop.enter_context(fault)))
+        began = time.monotonic()
+        assert same(got, undisturbed)
+        asking.until(lambda: lane(own_stack) == DOWN, 60, "the lane is down")
+        while time.monotonic() - began < 5:
+            assert same(asking.stream(own_stack.url, body), undisturbed)
+        asking.until(lambda: lane(own_stack) == DOWN, 60, "the lane is still down")
+        down = tiers(own_stack)
+        assert down["lane"]["reason"] in SLOW
+        assert down["aborts"] > before["aborts"]
+    wait_up(own_stack)
+    wait_served(own_stack, body, undisturbed)
+
+
+@pytest.mark.parametrize("stopped_s", [0.1, 1.0])
+def test_a_cpu_expert_that_crawls_changes_no_token(own_stack: Server, stopped_s: float) -> None:
+    """It gets a hundredth of the time: jobs come late, or miss their deadline of 500 ms. The lane's state is told, and it comes back."""
+    wait_up(own_stack)
+    body = long_body(own_stack)
+    undisturbed = asking.stream(own_stack.url, body)
+    before = tiers(own_stack)
     victim = own_stack.pid_of("cpu_expert")
-    threading.Timer(5.0, lambda: os.kill(victim, signal.SIGCONT)).start()
-    began = time.monotonic()
-    got = asking.stream(own_stack.url, long_body(own_stack), on_event=at_event(10, lambda: os.kill(victim, signal.SIGSTOP)))
-    assert (got.reasoning, got.content) == (undisturbed.reasoning, undisturbed.content)
-    while time.monotonic() - began < 7:
-        again = asking.stream(own_stack.url, long_body(own_stack))
-        assert (again.reasoning, again.content) == (undisturbed.reasoning, undisturbed.content)
-    asking.until(lambda: lane(own_stack) == "UP", 30, "the lane is back")
+    streaming = Streaming(own_stack, body, undisturbed)
+    try:
+        streaming.more(1)
+        with crawling(victim, stopped_s * 0.99, stopped_s * 0.01):
+            asking.until(is_felt(lambda: tiers(own_stack)), 60, "a job is late or given up")
+            if stopped_s > 0.5:
+                asking.until(lambda: lane(own_stack) == DOWN, 60, "the lane is down")
+                asking.until(lambda: tiers(own_stack)["aborts"] >= before["aborts"] + 2, 60, "it is tried again in vain")
+            streaming.more(2)
+    finally:
+        streaming.join()
+    wait_up(own_stack)
+    wait_served(own_stack, body, undisturbed)
+    assert own_stack.pid_of("cpu_expert") == victim
 
 
 def test_killing_gpu_worker_ends_the_stream_with_an_error_and_the_arena_is_reused(own_stack: Server) -> None:
@@ -96,7 +193,7 @@ def test_killing_gpu_worker_ends_the_stream_with_an_error_and_the_arena_is_reuse
     again = asking.stream(own_stack.url, long_body(own_stack))
     assert (again.reasoning, again.content) == (undisturbed.reasoning, undisturbed.content)
     assert "re-attached" in own_stack.log.read_text()
-    asking.until(lambda: lane(own_stack) == "UP", 30, "the lane is back")
+    asking.until(lambda: lane(own_stack) == UP, 60, "the lane is back")
 
 
 @pytest.mark.parametrize("own_stack", [{"GLM53_MODE": "exact"}], indirect=True)

@@ -106,7 +106,7 @@ def test_a_stopped_server_is_left_alone_and_welcomed_back(made: Stage) -> None:
 
 @pytest.mark.parametrize("stopped_s", [0.1, 0.6])
 def test_a_server_that_crawls_costs_no_bit(made: Stage, stopped_s: float) -> None:
-    """It gets a hundredth of the time, with a job in every step that misses: jobs come late, or are given up again and again; nothing hangs."""
+    """It gets a hundredth of the time, with a job in every step that misses: late, or given up again and again; nothing hangs."""
     timeout_ms = 400
     oracle = Oracle(made.arena)
     timeouts = {"ct_timeout_ms": timeout_ms, "heartbeat_timeout_ms": timeout_ms}
