@@ -82,7 +82,8 @@ struct FastParts {
   std::vector<uint32_t> entry_of;             // [experts]
   std::mt19937_64 random;
   uint32_t placement = PAGER_BY_COST;
-  uint32_t unused = 0, useful = 0;   // steps in a row for which the costs chose no lane, and one
+  uint32_t unused = 0;               // steps in a row for which the costs chose no lane, those without misses too
+  uint32_t useful = 0;               // steps in a row for which they chose one, those without misses left out; long ago counts none
   std::vector<CostedMiss> job_rows;  // of `job`
   uint64_t evictions = 0;
   uint32_t links_timed = 0;
@@ -177,7 +178,8 @@ class DevicePager {
   // Fills fast_->job; returns what the step is foretold to take.
   double choose_by_cost(const Step& step, uint64_t pass, bool lane);
   void choose_by_force(bool lane);
-  void note_choice(uint32_t chosen);
+  // Lets the lane sleep, or wakes it: what it may not want is not published.
+  void note_choice(uint32_t misses, uint32_t chosen);
   bool start_job(const Step& step, uint64_t number);
   void fetch(const Step& step, uint64_t pass);
   void evict_at_random(uint64_t pass);

@@ -13,7 +13,8 @@ constexpr uint64_t kLongestLandingNs = 20'000'000;  // copies that take longer a
 constexpr uint64_t kProbeCopyNs = 1'000'000'000;
 constexpr double kProbeBacklogUs = 1000;  // copies that are under way when a job of the probe begins: about as long as it takes
 constexpr uint32_t kProbeCopies = 4;
-constexpr uint32_t kSleepAfter = 512, kWakeAfter = 4;  // steps in a row without and with a use for the lane
+constexpr uint32_t kSleepAfter = 512;  // steps in a row without a use for the lane, those without misses too
+constexpr uint32_t kWakeAfter = 4;     // steps in a row with one, those without misses left out
 
 double us_between(uint64_t start_ns, uint64_t end_ns) { return static_cast<double>(end_ns - start_ns) * 1e-3; }
 
@@ -224,7 +225,7 @@ double DevicePager::choose_by_cost(const Step& step, uint64_t pass, bool lane) {
       const FastParts::Entry& hottest = f.entries[f.order.back()];
       chosen -= find_place(step.layer * spec_.experts_per_layer + hottest.picks.expert, hottest.heat, pass) != SlotTable::kNone;
     }
-    if (total > 0) note_choice(chosen);
+    note_choice(total, chosen);
   }
   if (!lane) chosen = 0;
   for (uint32_t i = 0; i < chosen; ++i) {
@@ -235,11 +236,15 @@ double DevicePager::choose_by_cost(const Step& step, uint64_t pass, bool lane) {
   return std::max(f.costs.device_us(hits + left, left, ahead), f.costs.lane_us(step.layer, f.misses.data(), chosen));
 }
 
-void DevicePager::note_choice(uint32_t chosen) {
+void DevicePager::note_choice(uint32_t misses, uint32_t chosen) {
   FastParts& f = *fast_;
-  f.useful = chosen > 0 ? f.useful + 1 : 0;
   f.unused = chosen > 0 ? 0 : f.unused + 1;
-  if (f.unused >= kSleepAfter) f.lane_wanted.store(false, std::memory_order_release);
+  // A step that misses nothing does not use the lane, but says nothing of what the next miss will make of it.
+  if (misses > 0) f.useful = chosen > 0 ? f.useful + 1 : 0;
+  if (f.unused >= kSleepAfter) {
+    f.useful = 0;  // uses so long ago wake nobody
+    f.lane_wanted.store(false, std::memory_order_release);
+  }
   if (f.useful >= kWakeAfter) f.lane_wanted.store(true, std::memory_order_release);
 }
 

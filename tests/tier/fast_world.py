@@ -108,7 +108,14 @@ class FastWorld:
     def decode(self, rows: int | None = None) -> None:
         """One decode pass: every layer is enqueued, the host waits once, every output has the oracle's bits."""
         rows = int(self.rng.integers(1, ROWS + 1)) if rows is None else rows
-        steps = [self._draw(fp16_batch(self.rng, rows, layer)) for layer in range(LAYERS)]
+        self._run([self._draw(fp16_batch(self.rng, rows, layer)) for layer in range(LAYERS)])
+
+    def step(self, layer: int, selected: list[int]) -> None:
+        """One layer step of one row with the picks `selected`, [top_k]: it is over, and what it taught is known, when this returns."""
+        batch = fp16_batch(self.rng, 1, layer)
+        self._run([self._draw(dataclasses.replace(batch, sel=np.array([selected], np.int64)))])
+
+    def _run(self, steps: list[LayerStep]) -> None:
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             self._enqueue(step, following)
         self.gpu.synchronize()
@@ -118,7 +125,7 @@ class FastWorld:
             want = self.oracle(step.batch)
             if step.shared is not None:
                 want = want + step.shared
-            assert bits_equal(step.out, want), f"layer {step.batch.layer}, {rows} rows"
+            assert bits_equal(step.out, want), f"layer {step.batch.layer}, {len(want)} rows"
             self.checked += 1
 
     def _draw(self, batch: Batch) -> LayerStep:
