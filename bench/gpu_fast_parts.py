@@ -396,7 +396,7 @@ def measure(
         stats = backend.stats()
         row |= {"link_derate": setting.link_derate, **setting.facts}
         if setting.fast:
-            row |= lanes(before, stats)
+            row |= {"cpu_lane": setting.lane, **lanes(before, stats)}
         if row.get("steps") and bound and streams in bound["resident"] and row.get("missed_mib_per_step") is not None:
             row |= over_bounds(row, bound["resident"][streams], bound["link"], bound["dram"], bound["stride"])
         if watch is not None:

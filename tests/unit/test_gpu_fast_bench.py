@@ -323,11 +323,13 @@ def test_the_speed_part_counts_lanes_and_bounds(rig: Any, tmp_path: Path) -> Non
     routing: Any = types.SimpleNamespace(step=-1)
     bound = {"resident": {1: 0.5, 2: 0.5}, "link": 1e9, "dram": 5e9, "stride": rig.loaded.records.stride}
     deadline = time.monotonic() + 300
-    for setting in (Setting("exact in step", fast=False), Setting("fast", facts={"threads": 1})):
+    alone = Setting("fast without the lane", lane=False)
+    for setting in (Setting("exact in step", fast=False), Setting("fast", facts={"threads": 1}), alone):
         with rig.backend(setting) as backend:
             gpu_fast_parts.measure(results, backend, routing, setting, args, deadline, bound, streams_measured=(1, 2))
     exact, fast = results.rows[0], results.rows[2]
     assert (exact["name"], fast["name"], fast["streams"], fast["threads"]) == ("exact in step", "fast", 1, 1)
+    assert [row.get("cpu_lane") for row in results.rows[::2]] == [None, True, False]
     assert "step_over_bound" not in exact
     assert exact["step_over_link_bound"] == pytest.approx(exact["ms"] / exact["link_bound_ms"], rel=5e-3)
     assert fast["lanes_bound_ms"] <= fast["bound_ms"] <= fast["link_bound_ms"]
