@@ -81,7 +81,10 @@ def save_pins(out: Path) -> None:
 
 def measure(command: str, args: argparse.Namespace, rows: Rows, deadline: float) -> None:
     """One command's cases."""
-    todo = slice_cases.missing(slice_cases.cases(command, args.warm + args.steps, first=args.first), rows)
+    cases = slice_cases.cases(command, args.warm + args.steps, first=args.first)
+    if args.only:
+        cases = slice_cases.only(cases, args.only)
+    todo = slice_cases.missing(cases, rows)
     if not todo:
         print(f"{command}: everything is measured", flush=True)
         return
@@ -156,6 +159,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--admit-after", type=int, default=1)
     made.add_argument("--seconds", type=float, default=3600.0, help="of each command: no case begins that would end later")
     made.add_argument("--first", action="store_true", help="only what every session must have")
+    made.add_argument(
+        "--only", nargs="+", metavar="MODE/CASE", help="these cases alone, such as in_step/C1 or BEST/drift, of a side's own order"
+    )
     made.add_argument("--tune", action="store_true", help="let Triton time its configurations")
     made.add_argument("--any-stock", action="store_true", help="go on when stock is slower than it is known to be")
     made.add_argument("--dry-run", action="store_true", help="no GPU: a stand-in for the model")

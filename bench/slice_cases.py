@@ -174,6 +174,18 @@ def cases(side: str, steps: int, *, first: bool = False) -> list[Case]:
     return [Case(side, "", what, known.get(what) or _expected_s(key, what, steps)) for what in names]
 
 
+def only(cases: list[Case], names: list[str]) -> list[Case]:
+    """Those of the names, as MODE/CASE or CASE where a side has no modes, in the order of all.
+
+    Raises:
+        SystemExit: no case has the name; says which there are.
+    """
+    known = {case.name.removeprefix(f"{case.side}/"): case for case in cases}
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f"--only: there is no case {', '.join(unknown)}; there are {', '.join(known)}")
+    return [case for name, case in known.items() if name in names]
+
+
 # Seconds of a command before its first case: import, load, pinning, first kernels.
 LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60, "start": 185}
 

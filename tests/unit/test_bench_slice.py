@@ -190,6 +190,15 @@ def test_what_every_session_must_have_comes_first(tmp_path: Path) -> None:
     assert len(names) == len(set(names)) > 30
 
 
+def test_some_cases_alone(tmp_path: Path) -> None:
+    """In the order of all, the best admission's by that name; an unknown one is refused with those that there are."""
+    names = [row["name"] for row in dry(tmp_path, "ours", "--only", "BEST/drift", "resident/C1", "in_step/C1")["rows"]]
+    assert names == ["ours/in_step/C1", "ours/resident/C1", "ours/in_step/drift"]
+    with pytest.raises(SystemExit, match=r"no case in_step/C3; there are in_step/C1, resident/C1"):
+        slice_cases.only(slice_cases.cases("ours", 8, first=True), ["in_step/C3"])
+    assert [case.name for case in slice_cases.only(slice_cases.cases("stock", 8), ["C4"])] == ["stock/C4"]
+
+
 def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
     """What time does not allow is named."""
     engine = DryEngine("stock", 12, trace_of(12), 4)
