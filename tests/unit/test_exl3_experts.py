@@ -197,6 +197,57 @@ def test_resident_records_are_never_read_on_the_host() -> None:
     assert world.store.stats()["decode_hits"] == world.store.stats()["decode_picks"]
 
 
+def scales_of(world: World) -> list[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Of every layer the tables of scales that its reconstruct path reads, which that path has made for itself when it is first asked."""
+    found = []
+    for layer in world.layers:
+        mlp, rows = layer.mlp, dict(zip(pointer_tables.ROWS, world.table[layer.index], strict=True))
+        for projection in ("gate", "up", "down"):
+            tables = {f"ptrs_{part}": rows[f"{projection}_{part}"] for part in ("trellis", "suh", "svh")}
+            setattr(mlp, f"multi_{projection}", types.SimpleNamespace(**tables))
+        own = {p[0]: (rows[f"{p}_suh"].clone(), rows[f"{p}_svh"].clone()) for p in ("gate", "up", "down")}
+        state = types.SimpleNamespace(folded=True, scale_ptrs=own)
+        mlp.bc, mlp.support_quant_paths, mlp._batch_recon_layer = object(), True, lambda _probe, state=state: state
+        found.append(own)
+    return found
+
+
+def test_reconstructed_experts_have_their_scales_from_where_their_records_are() -> None:
+    """Resident, staged or on the host: the reconstruct path's tables of scales lead where the other kernels' lead, in every layer."""
+    world = World(2 * EXPERTS, ExpertOptions(stage_min_rows=9))
+    scales = scales_of(world)
+    pointer_tables.share_reconstruct_scales(world.layers, lambda _mlp: None)
+    scale_parts = [part for part in PARTS if not part[0].endswith("trellis")]
+    low, high = world.store._slots.data_ptr(), world.store._slots.data_ptr() + world.store._slots.numel()
+
+    def table_of(layer: int, name: str) -> torch.Tensor:
+        return scales[layer][name[0]][name.endswith("svh")]
+
+    def in_slots(layer: int) -> list[bool]:
+        return [low <= int(address) < high for name, _, _ in scale_parts for address in table_of(layer, name)]
+
+    def read(layer: int) -> None:
+        for expert in range(EXPERTS):
+            want = world.records.pristine[layer * EXPERTS + expert].data_ptr()
+            for name, first, num_bytes in scale_parts:
+                assert _memcmp(int(table_of(layer, name)[expert]), want + first, num_bytes) == 0, (layer, expert, name)
+
+    world.store.place(range(2 * EXPERTS))
+    world.records.host[: 2 * EXPERTS] ^= 0xFF
+    assert [all(in_slots(layer)) for layer in range(LAYERS)] == [True, True, False]
+    for layer in range(LAYERS):
+        read(layer)
+    world.records.host[: 2 * EXPERTS] ^= 0xFF
+    world.store.begin_prefill(100)
+    for layer in range(LAYERS):
+        world.store.before_experts(layer, 100, None)
+        assert all(in_slots(layer))
+        read(layer)
+        world.store.after_experts(layer)
+        assert not any(in_slots(layer))
+        read(layer)
+
+
 def test_staged_layers_are_read_from_slots() -> None:
     """While a staged layer computes, what fits into its half is not read on the host."""
     world = World(2 * EXPERTS, ExpertOptions(stage_min_rows=9))

@@ -10,7 +10,7 @@ import torch
 
 from services.common.errors import ConfigError
 from services.gpu_worker.patches import dispatch, expert_load, guard, pointer_tables, pool_words
-from services.gpu_worker.patches.expert_load import Place
+from services.gpu_worker.patches.expert_load import MoeLayer, Place
 from services.gpu_worker.patches.replace import Replacements
 
 SOURCE = """
@@ -217,6 +217,66 @@ def test_all_tables_of_experts_become_parts_of_one_tensor() -> None:
     assert up.ptrs_svh[1] == 77
     assert shared.count_nonzero() == 6
     assert other.ptrs_svh.untyped_storage().data_ptr() != shared.untyped_storage().data_ptr()
+
+
+SHORT = {"g": "gate", "u": "up", "d": "down"}
+
+
+class ReconstructBlock:
+    """A block that has made tables of scales for its reconstruct path itself, with the addresses of the moment."""
+
+    def __init__(self, key: str, table: torch.Tensor, *, folded: bool = True) -> None:
+        self.key, self.bc, self.support_quant_paths = key, object(), True
+        self.probes: list[Any] = []
+        rows = dict(zip(pointer_tables.ROWS, table, strict=True))
+        tables = {p: {f"ptrs_{t}": rows[f"{p}_{t}"] for t in ("trellis", "suh", "svh")} for p in SHORT.values()}
+        self.multi_gate, self.multi_up, self.multi_down = (types.SimpleNamespace(**tables[p]) for p in ("gate", "up", "down"))
+        own = {short: (rows[f"{p}_suh"].clone(), rows[f"{p}_svh"].clone()) for short, p in SHORT.items()}
+        self.state: Any = types.SimpleNamespace(folded=folded, scale_ptrs=own)
+
+    def _batch_recon_layer(self, probe: Any) -> Any:
+        self.probes.append(probe)
+        return self.state
+
+
+def shared_table() -> torch.Tensor:
+    rows = len(pointer_tables.ROWS)
+    return torch.arange(2 * rows * 3).reshape(2, rows, 3)
+
+
+def test_scales_of_the_reconstruct_path_are_rows_of_the_shared_tables() -> None:
+    """Each projection's own two, in every layer: a record that moves later takes them along. The probe is the layer's."""
+    shared = shared_table()
+    blocks = [ReconstructBlock(f"l{layer}", shared[layer]) for layer in range(2)]
+    pointer_tables.share_reconstruct_scales([MoeLayer(i, block, 3) for i, block in enumerate(blocks)], lambda mlp: f"row of {mlp.key}")
+    assert [block.probes for block in blocks] == [["row of l0"], ["row of l1"]]
+    shared += 1_000
+    for layer, block in enumerate(blocks):
+        assert list(block.state.scale_ptrs) == list(SHORT)
+        for short, projection in SHORT.items():
+            for part, scales in zip(("suh", "svh"), block.state.scale_ptrs[short], strict=True):
+                assert scales.data_ptr() == shared[layer, pointer_tables.row_of(projection, part)].data_ptr()
+                assert scales.tolist() == shared[layer, pointer_tables.row_of(projection, part)].tolist()
+
+
+def test_scales_that_are_held_by_value_are_left_alone() -> None:
+    """They are right wherever the record goes. A layer without the path has none."""
+    shared = shared_table()
+    by_value, without = ReconstructBlock("l0", shared[0], folded=False), ReconstructBlock("l1", shared[1])
+    own, without.state = dict(by_value.state.scale_ptrs), None
+    pointer_tables.share_reconstruct_scales([MoeLayer(0, by_value, 3), MoeLayer(1, without, 3)], lambda _mlp: None)
+    assert all(by_value.state.scale_ptrs[short] is own[short] for short in SHORT)
+    assert without.probes == [None]
+
+
+@pytest.mark.parametrize(("name", "value"), [("bc", None), ("multi_up", None), ("support_quant_paths", False)])
+def test_a_layer_that_loaded_into_other_paths_is_refused_by_name(name: str, value: object) -> None:
+    """Its experts would read addresses that nobody keeps right."""
+    shared = shared_table()
+    blocks = [ReconstructBlock(f"l{layer}", shared[layer]) for layer in range(2)]
+    setattr(blocks[1], name, value)
+    with pytest.raises(ConfigError, match="l1: its experts do not run through the EXL3 kernels"):
+        pointer_tables.share_reconstruct_scales([MoeLayer(i, block, 3) for i, block in enumerate(blocks)], lambda _mlp: None)
 
 
 class Recorder:
