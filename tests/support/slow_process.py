@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LATE_S = 0.02  # of one lane job on a small model: hundreds of times what it takes a cpu_expert that has a processor
+LATE_S = 0.02  # of one lane job on a small model: a hundred times what it takes a cpu_expert that has a processor
+LATE_POLLS = 5
 
 
 @contextlib.contextmanager
@@ -52,19 +53,21 @@ def crawling(pid: int, stopped_s: float, running_s: float) -> Iterator[None]:
         raise problems[0]
 
 
-def is_felt(stats: Callable[[], dict[str, Any]], late_s: float = LATE_S) -> Callable[[], bool]:
+def is_felt(stats: Callable[[], dict[str, Any]]) -> Callable[[], bool]:
     """A condition to poll for: the lane's jobs suffer from its server.
 
-    One was given up since this call, or those that were done between two polls took `late_s` each, so that one of them took as long at
-    least. It compares counters of `stats`, as a tier engine, a pager and the server's /stats have them.
+    One was given up since this call, or at LATE_POLLS polls in a row those that had been done took LATE_S each: a busy machine delays one
+    now and then, and not all. It compares counters of `stats`, as a tier engine, a pager and the server's /stats have them.
     """
     seen = stats()
-    given_up = seen["aborts"]
+    given_up, late = seen["aborts"], 0
 
     def condition() -> bool:
-        nonlocal seen
-        before, seen = seen, stats()
-        late_us = seen["lane_us"] - before["lane_us"]
-        return bool(seen["aborts"] > given_up or late_us >= late_s * 1e6 * max(seen["lane"]["done"] - before["lane"]["done"], 1))
+        nonlocal seen, late
+        now = stats()
+        if done := now["lane"]["done"] - seen["lane"]["done"]:
+            late = late + 1 if now["lane_us"] - seen["lane_us"] >= LATE_S * 1e6 * done else 0
+            seen = now
+        return bool(now["aborts"] > given_up or late >= LATE_POLLS)
 
     return condition
