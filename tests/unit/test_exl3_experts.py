@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.python.expert import ExpertShape
-from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.base import BackendLostError, PassBrokenOff
 from services.gpu_worker.backends.exl3 import experts, staging
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
@@ -333,6 +333,55 @@ def test_a_pass_that_breaks_off_inside_a_layer_leaves_no_stale_address(then: str
         world.prefill(9)
     for _ in range(4):
         world.decode(draw, 8)
+    world.prefill()
+
+
+@pytest.mark.parametrize("broken", range(LAYERS))
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_prefill_that_is_not_wanted_any_more_ends_before_a_layer(broken: int, inside: bool) -> None:
+    """Before its kernels, or those of a second part of the pass: tables lead to where records stay, and nothing more is staged."""
+    world = World(2 * EXPERTS, ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9))
+    draw, wanted = random.Random(broken), [True]
+    for _ in range(4):
+        world.decode(draw, 8)
+    steps = world.store.stats()["prefill_steps"]
+    world.store.begin_prefill(100)
+    with world.store.breaking_off(lambda: not wanted[0]):
+        for layer in range(broken):
+            world.store.before_experts(layer, 100, None)
+            world.store.after_experts(layer)
+        if inside:
+            with world.store.part_follows():
+                world.store.before_experts(broken, 100, None)
+                world.store.after_experts(broken)
+        staged, wanted[0] = world.store.stats()["bytes_staged"], False
+        with pytest.raises(PassBrokenOff, match=f"before the experts of layer {broken}"):
+            world.store.before_experts(broken, 40, None)
+    assert world.store._staging.now is None
+    assert world.store.stats()["prefill_steps"] - steps == broken + inside
+    assert world.store.stats()["bytes_staged"] == staged
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            world.read(layer, expert)
+            world.read_tensors(layer, expert)
+    passes = world.store.stats()["staged_passes"]
+    for layer in range(LAYERS):
+        # Nobody announced it: it is a pass of its own all the same.
+        world.store.before_experts(layer, 100, None)
+        for expert in range(EXPERTS):
+            world.read(layer, expert)
+        world.store.after_experts(layer)
+    assert world.store.stats()["staged_passes"] == passes + 1
+    for _ in range(4):
+        world.decode(draw, 8)
+    world.prefill()
+
+
+def test_only_prefills_ask_whether_they_are_wanted() -> None:
+    """Rows that decode's kernels take do not, nor does anything outside of `breaking_off`."""
+    world = World(2 * EXPERTS, ExpertOptions(stage_min_rows=9))
+    with world.store.breaking_off(lambda: True):
+        world.decode(random.Random(1), 8)
     world.prefill()
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,10 @@ Logits = NDArray[np.float32]
 
 class BackendLostError(RuntimeError):
     """The backend cannot go on: every later call would fail too. Any other exception concerns only the streams of the failed call."""
+
+
+class PassBrokenOff(Exception):
+    """A prefill pass ended between two layers because nobody wants it any more. Its stream can only be closed, nothing else is changed."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,18 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Ends threads and gives memory back."""
+        ...
+
+
+@runtime_checkable
+class BreaksOff(Protocol):
+    """A backend whose prefill passes take so long that they can be broken off between two layers. Its decode steps never are."""
+
+    def break_off_when(self, unwanted: Callable[[], bool]) -> None:
+        """From now on every prefill pass asks `unwanted` before each layer, in its own thread, and raises PassBrokenOff where it says True.
+
+        `unwanted` must be quick, and speak of the pass that runs.
+        """
         ...
 
 

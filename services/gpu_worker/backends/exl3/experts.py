@@ -19,7 +19,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.python.pager import HintCounters, PagerPolicy
-from services.gpu_worker.backends.base import BackendLostError, VerifyReport
+from services.gpu_worker.backends.base import BackendLostError, PassBrokenOff, VerifyReport
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
@@ -121,6 +121,7 @@ class ExpertStore:
         self._staging = Staging(records, table, self._slots, self._copy_stream, self._base)
         self._staging_open = False
         self._part_follows = False
+        self._unwanted: Callable[[], bool] | None = None
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
         names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied"
         self._counters = dict.fromkeys(names.split(), 0)
@@ -128,7 +129,11 @@ class ExpertStore:
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
 
     def before_experts(self, layer: int, rows: int, selected: Any) -> None:
-        """The layer's router is enqueued, its kernels are not."""
+        """The layer's router is enqueued, its kernels are not.
+
+        Raises:
+            PassBrokenOff: a prefill pass is not wanted any more; see `breaking_off`.
+        """
         self.progress += 1
         if self.paused:
             return
@@ -138,6 +143,10 @@ class ExpertStore:
                 self._elastic.before_decode()
             self._note_picks(layer, rows, selected)
             return
+        if self._unwanted is not None and self._unwanted():
+            # Now, and not when the next pass begins: until then the tables of a layer whose tail was to come lead to staged records.
+            self._end_staging()
+            raise PassBrokenOff(f"nobody wants the prefill pass any more: it ended before the experts of layer {layer}")
         self._counters["prefill_steps"] += 1
         if layer == 0 and not self._staging_open:
             self.begin_prefill(rows)
@@ -303,6 +312,18 @@ class ExpertStore:
             raise
         finally:
             self._part_follows = False
+
+    @contextlib.contextmanager
+    def breaking_off(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        """Inside, a prefill pass ends before the experts of the next layer once `unwanted` says True: tables whole, nothing more staged.
+
+        Copies that are on their way land in lent slots, ahead of any later copy.
+        """
+        self._unwanted = unwanted
+        try:
+            yield
+        finally:
+            self._unwanted = None
 
     def _end_staging(self) -> None:
         self._staging.end()
