@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from services.gpu_worker.backends.arena_check import ArenaCheck
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, BreaksOff
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3.backend import SCORED_ROWS, Exl3Backend
 from services.gpu_worker.backends.exl3.first_uses import CAREFUL, SHORT, FirstUses
@@ -71,6 +73,7 @@ class FakeExperts:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.careful: list[bool] = []
+        self.unwanted: Callable[[], bool] | None = None
 
     def layer_by_layer(self, wanted: bool) -> None:
         self.careful.append(wanted)
@@ -80,6 +83,12 @@ class FakeExperts:
 
     def between_passes(self) -> None:
         self.events.append("between")
+
+    @contextlib.contextmanager
+    def breaking_off(self, unwanted: Callable[[], bool]) -> Iterator[None]:
+        self.unwanted = unwanted
+        yield
+        self.unwanted = None
 
     def stats(self) -> dict[str, Any]:
         return {"slots": 1}
@@ -234,6 +243,22 @@ def test_streams_take_pages_as_they_grow(made: Any) -> None:
         backend.close_stream(stream)
     backend.check_idle()
     assert (backend.streams_free, cache.states_open, backend.memory_tokens) == (3, 0, (0, 0))
+
+
+def test_prefills_can_be_broken_off_and_decode_steps_cannot(made: Any) -> None:
+    """Whoever runs the backend is asked within prefills alone, be their logits scored or not."""
+    backend, model, _, experts = made
+    asked: list[Any] = []
+    forward = model.forward
+    model.forward = lambda *args: (asked.append(experts.unwanted), forward(*args))[1]
+    unwanted = lambda: False  # noqa: E731
+    assert isinstance(backend, BreaksOff)
+    backend.break_off_when(unwanted)
+    stream = backend.open_stream()
+    backend.prefill(stream, [1, 2, 3], all_logits=False)
+    backend.prefill(stream, [1] * (SCORED_ROWS + 1), all_logits=True)
+    backend.decode([stream], [1])
+    assert asked == [unwanted] * 3 + [None]
 
 
 def test_reserved_pages_change_no_pass(made: Any) -> None:

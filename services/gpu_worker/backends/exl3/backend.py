@@ -135,9 +135,14 @@ class Exl3Backend:
         self._logits = torch.empty((info.max_streams, info.vocab_size), dtype=torch.float32, pin_memory=True)
         self._passes = PassLock()
         self._first_uses = FirstUses()
+        self._unwanted: Callable[[], bool] = lambda: False
         self.check: ArenaCheck | None = None  # of a re-attached arena
         self.start_times: StartTimes | None = None
         self._staging: dict[tuple[str, int], tuple[torch.Tensor, NDArray[Any]]] = {}
+
+    def break_off_when(self, unwanted: Callable[[], bool]) -> None:
+        """Prefill passes ask before the experts of each layer. What they have launched the device still computes, ahead of what is next."""
+        self._unwanted = unwanted
 
     @property
     def progress(self) -> int:
@@ -202,7 +207,7 @@ class Exl3Backend:
     def prefill(self, stream: Stream, token_ids: Sequence[int], *, all_logits: bool) -> Logits:
         """Appends a chunk of prompt."""
         mine = cast("GpuStream", stream)
-        with self._pass_of_whole_records():
+        with self._pass_of_whole_records(), self.experts.breaking_off(self._unwanted):
             if all_logits:
                 pieces = [token_ids[i : i + SCORED_ROWS] for i in range(0, len(token_ids), SCORED_ROWS)]
                 return np.concatenate([self._chunk(mine, piece, len(piece)) for piece in pieces])
@@ -221,7 +226,7 @@ class Exl3Backend:
         middle = stream.length + len(token_ids)
         if middle % PAGE_TOKENS:
             raise ValueError(f"a chunk that a tail is joined to ends at {middle}, not where a page of {PAGE_TOKENS} tokens does")
-        with self._pass_of_whole_records():
+        with self._pass_of_whole_records(), self.experts.breaking_off(self._unwanted):
             self._pages.grow(stream.pages, middle + len(tail))
             parts = self._part(stream, stream.length, token_ids), self._part(stream, middle, tail)
             at_page_end = joined.StateAtPageEnd(stream.state, self._cache, middle) if keep else None
