@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.common.trace_context import trace_id_of
-from services.gpu_worker.backends.base import Backend, BackendLostError, Logits, chunk_end, tail_end
+from services.gpu_worker.backends.base import Backend, BackendLostError, BreaksOff, Logits, PassBrokenOff, chunk_end, tail_end
 from services.gpu_worker.contexts import Contexts, stream_of
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
@@ -85,6 +85,9 @@ class EngineLoop:
         self._num_admitted = 0
         self._contexts = Contexts(backend, limits.prefix_cache_bytes, limits.max_rq_tokens)
         self._failures_in_a_row = 0
+        self._in_pass: list[Request] = []
+        if isinstance(backend, BreaksOff):
+            backend.break_off_when(self._is_pass_unwanted)
         self._num_cancelled = 0  # live requests that were cancelled and not yet ended
         self._tidied_at = 0.0
         self._stopping = False
@@ -114,7 +117,10 @@ class EngineLoop:
             self._lock.notify()
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a request; it leaves the engine before the next pass. False when no such request lives."""
+        """Cancels a request; it leaves the engine before the next pass, where the backend can do so in the middle of its own prefill.
+
+        False when no such request lives.
+        """
         with self._lock:
             request = self._live.get(request_id)
             if request is None:
@@ -135,7 +141,7 @@ class EngineLoop:
             self._draining = True
 
     def stop(self) -> None:
-        """Ends the loop after the current pass; what still lives fails with NotReady."""
+        """Ends the loop after the current pass, or in the middle of a prefill as `cancel` does; what still lives fails with NotReady."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
@@ -388,10 +394,18 @@ class EngineLoop:
 
     def _forward(self, requests: list[Request], call: Callable[[], R]) -> R | None:
         """Runs a pass. A pass that fails takes only its own requests with it, unless the backend is lost."""
+        self._in_pass = requests
         try:
             result = call()
         except BackendLostError:
             raise
+        except PassBrokenOff:
+            for request in requests:
+                if request.cancelled:
+                    self._end(request, RequestState.CANCELLED)
+                else:
+                    self._fail(request, _interrupted("the worker shut down"))
+            return None
         except Exception as error:
             self._failures_in_a_row += 1
             log.exception("a pass over %d requests failed", len(requests))
@@ -400,8 +414,14 @@ class EngineLoop:
             if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
                 raise BackendLostError(f"{self._failures_in_a_row} passes failed in a row") from error
             return None
+        finally:
+            self._in_pass = []
         self._failures_in_a_row = 0
         return result
+
+    def _is_pass_unwanted(self) -> bool:
+        """What a backend asks in the middle of a prefill: nobody waits for its result any more."""
+        return self._stopping or (bool(self._in_pass) and all(request.cancelled for request in self._in_pass))
 
     def _emit(self, request: Request, row: Logits) -> None:
         """Samples from a row of logits [vocab] and sends what may go out."""
@@ -469,9 +489,8 @@ class EngineLoop:
         with self._lock:
             self._queue.drain()
             left = list(self._live.values())
-        message = "the worker shut down" if self.fatal is None else "the worker failed and restarts"
         for request in left:
-            self._fail(request, NotReady(f"{message} while this request was running", retry_after_s=5.0))
+            self._fail(request, _interrupted("the worker shut down" if self.fatal is None else "the worker failed and restarts"))
 
     def _running_tokens(self) -> int:
         """What the running requests are expected to need still."""
@@ -482,6 +501,10 @@ class EngineLoop:
         used, reserved = self.backend.memory_tokens
         self.metrics.set_gauges(self.num_queued, self.num_running, used, reserved)
         self.metrics.set_kept(self._contexts.num_kept, self._contexts.kept_bytes)
+
+
+def _interrupted(why: str) -> NotReady:
+    return NotReady(f"{why} while this request was running", retry_after_s=5.0)
 
 
 def _next_token(request: Request) -> int:

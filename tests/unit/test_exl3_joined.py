@@ -10,7 +10,7 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kernels.python.pager import PagerPolicy
-from services.gpu_worker.backends.base import BackendInfo, Logits, Snapshot, chunk_end, prefill_apart, tail_end
+from services.gpu_worker.backends.base import BackendInfo, Logits, PassBrokenOff, Snapshot, chunk_end, prefill_apart, tail_end
 from services.gpu_worker.backends.exl3 import backend as module
 from services.gpu_worker.backends.exl3 import joined
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
@@ -33,6 +33,7 @@ from services.gpu_worker.request import (
     Admitted,
     Failed,
     Finished,
+    FinishReason,
     PrefillProgress,
     Priority,
     PromptScores,
@@ -246,6 +247,90 @@ def test_a_pass_that_fails_in_the_middle_leaves_the_backend_whole(driver: Any, a
         assert snapshot is not None
         snapshot.release()
     assert len(cache.slots) == 4
+
+
+Layer = tuple[str, int]  # a block with experts, and where the part begins that is computed
+CHUNK_LAYERS, TAIL_LAYERS = ([(name, start) for name in ("block 1", "block 2", "block 3")] for start in (0, 256))
+
+
+PREFILLS: dict[str, Callable[[Exl3Backend, Any, list[int]], object]] = {
+    "joined": lambda backend, stream, prompt: backend.prefill_joined(stream, prompt[:256], prompt[256:399], keep=True),
+    "chunk": lambda backend, stream, prompt: backend.prefill(stream, prompt, all_logits=False),
+    "scored": lambda backend, stream, prompt: backend.prefill(stream, prompt, all_logits=True),
+}
+
+
+class Unwanted:
+    """A pass that is not wanted any more from some place on.
+
+    Attributes:
+        asked: how often that was asked.
+    """
+
+    def __init__(self, backend: Exl3Backend, model: Model, place: Layer) -> None:
+        self.gone, self.asked, self._place = False, 0, place
+        backend.break_off_when(self._ask)
+        model.before = self._look
+
+    def _look(self, name: str, position: int) -> None:
+        self.gone = self.gone or (name, position) == self._place
+
+    def _ask(self) -> bool:
+        self.asked += 1
+        return self.gone
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+@pytest.mark.parametrize("kind", PREFILLS)
+def test_a_prefill_that_is_not_wanted_any_more_leaves_the_backend_whole(driver: Any, admission: str, kind: str) -> None:
+    """In every layer and part it ends there; its pages and state come back, and all others have the bits that they have without it."""
+    prompt, other = prompt_of(400), prompt_of(300, 7)
+    quiet, _, _ = make(admission)
+    mine, beside = quiet.open_stream(), quiet.open_stream()
+    want = answer(quiet, mine, read(quiet, mine, prompt)[0])
+    want_beside = answer(quiet, beside, read(quiet, beside, other)[0], steps=12)
+    backend, model, cache = make(admission)
+    running = backend.open_stream()
+    first, kept = read(backend, running, other)
+    rows = [first]
+    places = {"joined": CHUNK_LAYERS[:2] + TAIL_LAYERS, "chunk": CHUNK_LAYERS, "scored": CHUNK_LAYERS + TAIL_LAYERS}[kind]
+    for place in places:
+        unwanted, broken = Unwanted(backend, model, place), backend.open_stream()
+        model.trace.clear()
+        with pytest.raises(PassBrokenOff):
+            PREFILLS[kind](backend, broken, prompt)
+        assert [(name, start) for name, start, _ in model.trace][-1] == place
+        assert backend.experts._staging.now is None
+        backend.close_stream(broken)
+        assert backend.stats()["cache_pages_free"] == PAGES - len(running.pages)
+        asked = unwanted.asked
+        # A decode step of others is not asked about, whoever has gone.
+        rows += answer(backend, running, rows[-1], steps=2)[1:]
+        assert unwanted.asked == asked
+        unwanted.gone, model.before = False, lambda _name, _position: None
+        whole = backend.open_stream()
+        logits, snapshot = read(backend, whole, prompt)
+        assert np.array_equal(answer(backend, whole, logits), want), place
+        assert np.array_equal(rows, want_beside[: len(rows)]), place
+        backend.close_stream(whole)
+        assert snapshot is not None
+        snapshot.release()
+    backend.close_stream(running)
+    assert kept is not None
+    kept.release()
+    backend.check_idle()
+    assert backend.stats()["cache_pages_free"] == PAGES
+    assert len(cache.slots) == 4
+
+
+def test_a_step_of_many_streams_is_not_broken_off(driver: Any) -> None:
+    """More rows than decode's kernels take go as a prefill; a step it is all the same."""
+    backend, _, _ = make(slots=2 * EXPERTS, streams=DECODE_ROWS + 1)
+    streams = [backend.open_stream() for _ in range(DECODE_ROWS + 1)]
+    for seed, stream in enumerate(streams):
+        backend.prefill(stream, prompt_of(20, seed), all_logits=False)
+    backend.break_off_when(lambda: True)
+    assert backend.decode(streams, list(range(len(streams)))).shape == (DECODE_ROWS + 1, VOCAB)
 
 
 def test_a_pass_that_nobody_announced_is_staged_after_one_that_broke() -> None:
@@ -541,15 +626,42 @@ def test_a_joined_pass_that_fails_takes_its_own_request_alone() -> None:
     assert bench.ask(prompt_of(400, 1))[0].ids == want
 
 
-def test_a_cancelled_request_leaves_after_the_pass() -> None:
-    """Its state at the page's end serves whoever asks the same."""
+@pytest.mark.parametrize("place", [("block 2", 0), ("block 1", 256), ("block 3", 256)])
+def test_a_cancelled_request_leaves_in_the_middle_of_its_pass(place: Layer) -> None:
+    """Before the experts of the next layer, be it the chunk's or the tail's. No state is kept of it, and nobody else's answer changes."""
+    want = Bench().ask(prompt_of(20, 4), max_tokens=9)[0].ids
     bench = Bench()
+    running = bench.submit(prompt_of(20, 4), max_tokens=9)
+    for _ in range(2):
+        bench.loop.step()
     reader = bench.submit(prompt_of(400))
-    bench.model.before = lambda name, position: bench.loop.cancel("r0") if (name, position) == ("block 2", 0) else None
-    bench.run()
+    bench.model.trace.clear()
+    running_length = bench.backend.memory_tokens[0]
+    bench.model.before = lambda name, position: bench.loop.cancel("r1") if (name, position) == place else None
+    bench.loop.step()
+    assert [(name, start) for name, start, tokens in bench.model.trace if tokens > 1][-1] == place
+    assert [start for name, start, _ in bench.model.trace if name == "head"] == [running_length]
     assert isinstance(reader.events[0], Admitted)
     assert isinstance(reader.end, Finished)
-    assert reader.ids == []
+    assert (reader.end.reason, reader.end.prompt_tokens, reader.ids) == (FinishReason.CANCELLED, 400, [])
+    assert not any(isinstance(event, PrefillProgress) for event in reader.events)
+    assert bench.backend.memory_tokens[1] == PAGE_TOKENS
+    bench.model.before = lambda _name, _position: None
+    bench.run()
+    assert running.ids == want
+    assert bench.loop.metrics.to_json()["kept_states"] == 0
+    assert bench.backend.stats()["cache_pages_free"] == PAGES
+    assert bench.ask(prompt_of(400))[1] == [(0, 256), (256, 143)]
+
+
+def test_a_request_that_is_cancelled_after_its_last_layer_leaves_behind_the_pass() -> None:
+    """Nothing asks any more; its state at the page's end serves whoever asks the same."""
+    bench = Bench()
+    reader = bench.submit(prompt_of(400))
+    bench.model.before = lambda name, position: bench.loop.cancel("r0") if (name, position) == ("head", 256) else None
+    bench.run()
+    assert isinstance(reader.end, Finished)
+    assert reader.end.reason is FinishReason.CANCELLED
     assert bench.ask(prompt_of(400))[1] == [(256, 143)]
 
 

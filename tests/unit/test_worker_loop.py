@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.common import errors
-from services.gpu_worker.backends.base import BackendInfo, BackendLostError, VerifyReport
+from services.gpu_worker.backends.base import BackendInfo, BackendLostError, PassBrokenOff, VerifyReport
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.loop import MAX_FAILURES_IN_A_ROW, EngineLimits, EngineLoop
 from services.gpu_worker.metrics import EngineMetrics
@@ -30,6 +31,7 @@ from services.gpu_worker.request import (
     SamplingParams,
     Tokens,
 )
+from tests.worker.harness import until
 
 VOCAB = 50
 EOS = 49
@@ -139,6 +141,40 @@ class FakeBackend:
         pass
 
 
+LAYERS = 5
+
+
+class LayeredBackend(FakeBackend):
+    """Computes prompts layer by layer, and asks before each whether anybody wants it.
+
+    Attributes:
+        layers: of every prefill pass, how many were computed.
+        before: called with the layer.
+    """
+
+    def __init__(self, max_streams: int = 2, memory: int = 0) -> None:
+        super().__init__(max_streams, memory)
+        self.layers: list[int] = []
+        self.before: Callable[[int], object] = lambda _layer: None
+
+    def break_off_when(self, unwanted: Callable[[], bool]) -> None:
+        self.unwanted = unwanted
+
+    def prefill(self, stream: Any, token_ids: Sequence[int], *, all_logits: bool) -> np.ndarray:
+        self.layers.append(0)
+        for layer in range(LAYERS):
+            self.before(layer)
+            if self.unwanted():
+                stream.ids.append(-1)  # a state that nobody may go on from
+                raise PassBrokenOff("nobody wants it")
+            self.layers[-1] += 1
+        return super().prefill(stream, token_ids, all_logits=all_logits)
+
+    def snapshot(self, stream: Any) -> FakeStream:
+        assert -1 not in stream.ids
+        return super().snapshot(stream)
+
+
 class Reader:
     """A sink that can be told to be full or stalled."""
 
@@ -168,9 +204,9 @@ class Reader:
 class Bench:
     """A loop, its backend and a clock that stands still until moved."""
 
-    def __init__(self, max_streams: int = 2, memory: int = 0, **limits: Any) -> None:
+    def __init__(self, max_streams: int = 2, memory: int = 0, kind: type[FakeBackend] = FakeBackend, **limits: Any) -> None:
         self.now = 100.0
-        self.backend = FakeBackend(max_streams, memory)
+        self.backend = kind(max_streams, memory)
         clock = lambda: self.now  # noqa: E731
         self.loop = EngineLoop(
             self.backend,
@@ -288,6 +324,139 @@ def test_cancel_acts_before_the_next_pass() -> None:
         assert events.end.reason is FinishReason.CANCELLED
     assert not bench.backend.open
     assert not bench.loop.cancel("running")
+
+
+def layered(**limits: Any) -> tuple[Bench, LayeredBackend]:
+    bench = Bench(kind=LayeredBackend, **limits)
+    assert isinstance(bench.backend, LayeredBackend)
+    return bench, bench.backend
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_cancel_breaks_the_request_s_own_prefill_off(layer: int, chunk: int) -> None:
+    """In whichever chunk and layer it comes: the request ends once, in that step, and its stream is given back; others get on as alone."""
+    bench, backend = layered()
+    _, beside = bench.submit("beside", prompt=[7], max_tokens=30)
+    bench.loop.step()
+    request, reader = bench.submit("r", prompt=[1] * 40)
+    for _ in range(chunk):
+        bench.loop.step()
+    backend.layers.clear()
+    backend.before = lambda at: bench.loop.cancel("r") if at == layer else None
+    tokens = len(beside.ids)
+    bench.loop.step()
+    assert backend.layers == [layer]
+    assert request.state is RequestState.CANCELLED
+    assert isinstance(reader.end, Finished)
+    assert (reader.end.reason, reader.end.completion_tokens) == (FinishReason.CANCELLED, 0)
+    assert len(backend.open) == 1
+    assert len(beside.ids) == tokens + 1
+    backend.before = lambda _at: None
+    bench.submit("r", prompt=[1] * 40)
+    bench.run()
+    assert beside.ids == alone([7], max_tokens=30)
+    assert isinstance(reader.end, Finished)
+    assert not backend.open
+    document = bench.loop.metrics.prometheus_text().decode()
+    assert 'glm53_requests_total{outcome="cancelled"} 1.0' in document
+    assert 'glm53_requests_total{outcome="failed"} 0.0' in document
+
+
+@pytest.mark.parametrize("other", ["decodes", "prefills", "waits"])
+def test_a_cancel_breaks_nobody_else_s_prefill_off(other: str) -> None:
+    """The pass that runs goes through all its layers, whatever the cancelled one is doing; that one leaves before the next pass."""
+    bench, backend = layered(max_streams=1 if other == "waits" else 2)
+    prompts = {"decodes": [9], "prefills": [9] * 40, "waits": [9]}
+    if other == "waits":
+        _, reader = bench.submit("r", prompt=[1] * 20)
+        gone, events = bench.submit("gone", prompt=prompts[other])
+    else:
+        gone, events = bench.submit("gone", prompt=prompts[other], max_tokens=30)
+        _, reader = bench.submit("r", prompt=[1] * 20)
+        # Prompts take turns: the next chunk is r's.
+        bench.loop.step()
+    backend.layers.clear()
+    backend.before = lambda at: bench.loop.cancel("gone") if at == 2 else None
+    bench.loop.step()
+    assert backend.layers == [LAYERS]
+    assert not gone.done
+    assert any(isinstance(event, PrefillProgress) for event in reader.events)
+    bench.run()
+    assert gone.state is RequestState.CANCELLED
+    assert isinstance(events.end, Finished)
+    assert events.end.reason is FinishReason.CANCELLED
+    assert set(backend.layers) == {LAYERS}
+    assert reader.ids == alone([1] * 20)
+    assert not backend.open
+
+
+def test_decode_steps_are_not_broken_off() -> None:
+    """The step that runs when its request is cancelled goes through, and nobody is asked."""
+    bench, backend = layered()
+    request, reader = bench.submit("r", prompt=[1], max_tokens=30)
+    bench.loop.step()
+    asked, step = [], backend.decode
+    backend.unwanted = lambda: bool(asked.append(True))
+    backend.decode = lambda *args: (bench.loop.cancel("r"), step(*args))[1]  # type: ignore[method-assign]
+    tokens = len(reader.ids)
+    bench.loop.step()
+    assert len(reader.ids) == tokens + 1
+    bench.loop.step()
+    assert request.state is RequestState.CANCELLED
+    assert asked == []
+
+
+def test_prefills_that_were_broken_off_are_no_failures() -> None:
+    """However many follow each other, the backend is not lost."""
+    bench, backend = layered()
+    for i in range(2 * MAX_FAILURES_IN_A_ROW):
+        bench.submit(f"r{i}", prompt=[1] * 20)
+        backend.before = lambda at, i=i: bench.loop.cancel(f"r{i}") if at == 1 else None
+        bench.run()
+    assert backend.layers == [1] * 2 * MAX_FAILURES_IN_A_ROW
+    _, reader = bench.submit("fine", prompt=[3])
+    bench.run()
+    assert reader.ids == [4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("how", ["cancel", "stop"])
+def test_a_running_loop_leaves_a_prefill_that_is_cancelled_or_stopped(how: str) -> None:
+    """From another thread, while the pass is between two layers that it would never end by itself."""
+    bench, backend = layered()
+    inside = threading.Event()
+
+    def for_ever(layer: int) -> None:
+        if layer == 3:
+            inside.set()
+            deadline = time.monotonic() + 10
+            while not backend.unwanted() and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+    backend.before = for_ever
+    request, reader = bench.submit("r", prompt=[1] * 20)
+    thread = threading.Thread(target=bench.loop.run_forever, daemon=True)
+    thread.start()
+    assert inside.wait(10)
+    if how == "cancel":
+        assert bench.loop.cancel("r")
+        until(lambda: request.done, "the request has left")
+        assert isinstance(reader.end, Finished)
+        assert reader.end.reason is FinishReason.CANCELLED
+        backend.before = lambda _layer: None
+        _, later = bench.submit("later", prompt=[3])
+        until(lambda: len(later.events) > 0 and isinstance(later.events[-1], Finished), "the next one is served")
+        assert later.ids == [4, 5, 6, 7, 8]
+    bench.loop.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert bench.loop.fatal is None
+    assert backend.layers[0] == 3
+    if how == "stop":
+        assert isinstance(reader.end, Failed)
+        assert isinstance(reader.end.error, errors.NotReady)
+        assert reader.end.error.message == "the worker shut down while this request was running"
+    assert not backend.open
 
 
 def test_a_failing_pass_fails_only_its_own_requests() -> None:
