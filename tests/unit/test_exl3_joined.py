@@ -41,7 +41,7 @@ from services.gpu_worker.request import (
     RequestSpec,
     SamplingParams,
 )
-from tests.gpu import joined_passes
+from tests.gpu import broken_passes, joined_passes
 from tests.support.layered_model import STATE_BYTES, VOCAB, Cache, Model, State, Trace, advance_recurrent_states
 from tests.unit import test_exl3_experts as store_tests
 from tests.unit import test_exl3_on_demand as pager_tests
@@ -690,3 +690,39 @@ def test_the_comparison_of_a_gpu_machine_runs_here_and_sees_faults(driver: Any, 
     with monkeypatch.context() as patch:
         patch.setattr(joined.StateAtPageEnd, "copy", too_late)
         assert [row["states_equal"] and row["equal"] for row in rows()] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_the_comparison_behind_broken_passes_runs_here_and_sees_faults(
+    driver: Any, admission: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows equal over the stand-in; not those behind a pass whose pages somebody else has written to, nor where none breaks off."""
+
+    def rows() -> list[dict[str, Any]]:
+        backend, model, _ = make(admission)
+        model.world.store.place(range(SLOTS // 2))
+        found = list(broken_passes.every_case(backend, "here"))
+        model.world.store.close()
+        return found
+
+    sound = rows()
+    assert [row["name"].split(", before ")[1] for row in sound] == [
+        *(f"layer {layer} of {LAYERS}" for layer in (1, 2, LAYERS)),
+        # Of the chunk's last layer with a cache nothing but the cache is computed.
+        *(f"layer {layer} of {2 * LAYERS - 1}" for layer in (1, 2, 2 * LAYERS - 1)),
+    ]
+    assert all(row["equal"] and row["states_equal"] and row["beside_equal"] and 0 <= row["took_s"] < 60 for row in sound)
+    close = Exl3Backend.close_stream
+
+    def scribble(self: Exl3Backend, stream: Any) -> None:
+        close(self, stream)
+        if not stream.length:
+            for pages in self._cache.pages.values():
+                pages[:3] += 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Exl3Backend, "close_stream", scribble)
+        assert not any(row["beside_equal"] for row in rows())
+    monkeypatch.setattr(Exl3Backend, "break_off_when", lambda _self, _unwanted: None)
+    with pytest.raises(RuntimeError, match="went on although nobody wanted it"):
+        rows()
