@@ -24,8 +24,9 @@ HEAT: dict[str, Any] = {
     "admit_after": 1,
     "admit_margin": 1.0,
     "heat_slow_half_life": 400,
-    "heat_fast_half_life": 12,
-    "heat_fast_weight": 2.0,
+    "heat_fast_half_life": 10,
+    "heat_fast_weight": 1.0,
+    "heat_forget_below": 0.85,
 }
 Trace = NDArray[np.uint16]
 

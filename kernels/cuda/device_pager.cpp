@@ -30,7 +30,7 @@ DevicePager::DevicePager(const PagerSpec& spec, std::unique_ptr<FastParts> fast)
     : spec_(spec),
       driver_(spec.driver != nullptr ? *spec.driver : cuda_driver()),
       hints_(spec.hint_records == 0 ? nullptr : std::make_unique<HintParts>(spec, kRing)),
-      heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight}),
+      heat_(spec.num_layers, spec.experts_per_layer, {spec.slow_half_life, spec.fast_half_life, spec.fast_weight, spec.forget_below}),
       slots_(spec.num_slots - std::min(spec.num_transit, spec.num_slots), spec.num_layers * spec.experts_per_layer),
       dirty_(spec.num_layers, true),
       in_transit_(spec.num_layers),
@@ -383,12 +383,12 @@ void DevicePager::where(int32_t* slot_of) {
 
 void DevicePager::read_heat(float* slow, float* fast) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (uint32_t record = 0; record < heat_.size(); ++record) heat_.read(record, &slow[record], &fast[record]);
+  heat_.read(slow, fast);
 }
 
 void DevicePager::write_heat(const float* slow, const float* fast) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (uint32_t record = 0; record < heat_.size(); ++record) heat_.write(record, slow[record], fast[record]);
+  heat_.write(slow, fast);
 }
 
 void DevicePager::stats(uint64_t counters[8]) {

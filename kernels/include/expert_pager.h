@@ -54,6 +54,7 @@ typedef struct PagerSpec {
   uint32_t hint_records; /* most records that one hint brings ahead; twice as many slots, a quarter at most, are set aside for them;
                             0: there are no hints */
   uint32_t hint_chunk;   /* bytes of one copy of a hint; a step's own copies wait for two of them at most */
+  float forget_below;    /* picks that have less than this share of their usual chance may be of another subject (heat.h); 0: never */
 } PagerSpec;
 
 enum { PAGER_HINT_WIDTH = 16 }; /* most ids of a row of a hint */
@@ -133,7 +134,8 @@ ABI_API int glm53_pager_limit(Glm53Pager* pager, uint32_t usable_slots);
 ABI_API int glm53_pager_flush(Glm53Pager* pager, void* stream); /* enqueues every table that changed */
 /* slot_of int32 [num_layers * experts_per_layer], -1: on the host only. */
 ABI_API int glm53_pager_where(Glm53Pager* pager, int32_t* slot_of);
-/* How hot each record is, as of now: float [num_layers * experts_per_layer] each. write: what an earlier run read. */
+/* How hot each record is, as of now: popularity, and fast without its weight (heat.h), float [num_layers * experts_per_layer] each. write:
+ * what an earlier run read. */
 ABI_API int glm53_pager_heat_read(Glm53Pager* pager, float* slow, float* fast);
 ABI_API int glm53_pager_heat_write(Glm53Pager* pager, const float* slow, const float* fast);
 /* counters u64[8]: layer steps, picks, hits, distinct records missed, of these admitted, in transit, read in place, bytes copied. -1 when a

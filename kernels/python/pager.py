@@ -50,6 +50,7 @@ class PagerSpec(ctypes.Structure):
         ("hints", ctypes.c_uint64),
         ("hint_records", ctypes.c_uint32),
         ("hint_chunk", ctypes.c_uint32),
+        ("forget_below", ctypes.c_float),
     ]
 
 
@@ -81,10 +82,11 @@ class PagerPolicy:
     """When a missing record gets a slot. Half-lives in decode steps; see bench/routing_trace.py for the traces they were chosen on."""
 
     slow_half_life: float = 400.0
-    fast_half_life: float = 12.0
-    fast_weight: float = 2.0
+    fast_half_life: float = 10.0
+    fast_weight: float = 1.0
     admit_margin: float = 1.0
     admit_after: int = 1
+    forget_below: float = 0.85  # picks that have less than this share of their usual chance may be of another subject; 0: never
     max_copies: int = 64  # records of one layer step; the rest are read in place
     link_derate: int = 1  # measurements: every record is copied so many times, as over a link of that fraction of the rate
     # Most records that one hint brings ahead of its layer's step, 0: there are no hints. Twice as many slots, a quarter at most, are set
@@ -208,7 +210,7 @@ class Pager:
         return slots
 
     def heat(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """How hot every record is now: (slow, fast) counts, float32 [layers * experts]."""
+        """How hot every record is now: popularity, and fast without its weight, float32 [layers * experts] each."""
         slow, fast = np.empty(self.num_records, np.float32), np.empty(self.num_records, np.float32)
         self._done(self._library.glm53_pager_heat_read(self._pointer, slow.ctypes.data, fast.ctypes.data))
         return slow, fast
@@ -273,6 +275,7 @@ def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPoli
         layout.hints_address,
         policy.hint_records,
         policy.hint_chunk,
+        policy.forget_below,
     )
 
 

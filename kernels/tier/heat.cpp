@@ -16,7 +16,7 @@ namespace glm53 {
 namespace {
 
 constexpr uint64_t kHeatMagic = UINT64_C(0x3174616568333547);  // "G53heat1"
-constexpr uint32_t kHeatVersion = 1;
+constexpr uint32_t kHeatVersion = 2;
 
 struct HeatHeader {
   uint64_t magic;
@@ -44,32 +44,96 @@ HeatTable::HeatTable(uint32_t num_layers, uint32_t experts_per_layer, const Heat
       slow_table_(kTable),
       fast_table_(kTable),
       slow_gain_(1.0f - std::exp2(-1.0f / params.slow_half_life)),
-      fast_gain_(1.0f - std::exp2(-1.0f / params.fast_half_life)) {
+      fast_gain_(1.0f - std::exp2(-1.0f / params.fast_half_life)),
+      history_(num_layers),
+      per_history_(num_layers),
+      change_(params.forget_below) {
   for (uint32_t age = 0; age < kTable; ++age) {
     slow_table_[age] = std::exp2(-static_cast<float>(age) / params.slow_half_life);
     fast_table_[age] = std::exp2(-static_cast<float>(age) / params.fast_half_life);
   }
+  for (uint32_t layer = 0; layer < num_layers; ++layer) set_history(layer, 0);
 }
 
-void HeatTable::read(uint32_t id, float* slow, float* fast) const {
-  const Entry& e = entries_[id];
-  const uint32_t age = std::min(clock_[id / experts_per_layer_] - e.last, kTable - 1);
-  *slow = e.slow * slow_table_[age];
-  *fast = e.fast * fast_table_[age];
+void HeatTable::set_history(uint32_t layer, float history) {
+  history_[layer] = history;
+  per_history_[layer] = 1.0f / (history + slow_gain_);
 }
 
-void HeatTable::write(uint32_t id, float slow, float fast) {
-  Entry& e = entries_[id];
-  e.slow = slow;
-  e.fast = fast;
-  e.last = clock_[id / experts_per_layer_];
+void HeatTable::advance(uint32_t layer) {
+  if (layer <= last_layer_) end_round();
+  last_layer_ = layer;
+  ++clock_[layer];
+  set_history(layer, history_[layer] * slow_table_[1] + slow_gain_);
+}
+
+void HeatTable::end_round() {
+  if (round_touches_ == 0) return;
+  const float chance = round_chance_ / static_cast<float>(round_touches_);
+  round_chance_ = 0;
+  round_touches_ = 0;
+  if (change_.round(chance)) forget();
+}
+
+void HeatTable::forget() {
+  for (Entry& e : entries_) e.slow = 0;
+  for (uint32_t layer = 0; layer < history_.size(); ++layer) set_history(layer, 0);
+}
+
+bool SubjectChange::round(float chance) {
+  if (below_ <= 0) return false;
+  recent_.add(chance, kRecent);
+  usual_.add(chance, kUsual);
+  const float usual = usual_.get(), drop = usual - recent_.get(), noise = kRecentNoise * (rounds_ > 0 ? variance_.get() : 0);
+  variance_.add((chance - usual) * (chance - usual), kUsual);
+  if (++rounds_ < kLeast || recent_.get() >= below_ * usual || drop * drop <= kSigmas * kSigmas * noise) return false;
+  *this = SubjectChange(below_);
+  return true;
+}
+
+void SubjectChange::Mean::add(float value, float half_life) {
+  const float kept = std::exp2(-1.0f / half_life);
+  sum = sum * kept + value * (1.0f - kept);
+  weight = weight * kept + 1.0f - kept;
+}
+
+void HeatTable::read(float* popularity, float* fast) const {
+  for (size_t id = 0; id < entries_.size(); ++id) {
+    const Entry& e = entries_[id];
+    const size_t layer = id / experts_per_layer_;
+    const uint32_t age = std::min(clock_[layer] - e.last, kTable - 1);
+    popularity[id] = e.slow * slow_table_[age] * per_history_[layer];
+    fast[id] = e.fast * fast_table_[age];
+  }
+}
+
+void HeatTable::write(const float* popularity, const float* fast) {
+  for (uint32_t layer = 0; layer < history_.size(); ++layer) {
+    const size_t first = static_cast<size_t>(layer) * experts_per_layer_;
+    bool known = false;
+    for (size_t id = first; id < first + experts_per_layer_; ++id) {
+      Entry& e = entries_[id];
+      e.slow = popularity[id] * kEarlier;
+      e.fast = fast[id];
+      e.last = clock_[layer];
+      known |= e.slow > 0;
+    }
+    set_history(layer, known ? std::max(0.0f, kEarlier - slow_gain_) : 0);
+    if (known) per_history_[layer] = 1.0f / kEarlier;  // to the bit
+  }
+  round_chance_ = 0;
+  round_touches_ = 0;
+  change_ = SubjectChange(params_.forget_below);
 }
 
 void HeatTable::touch(uint32_t id) {
   Entry& e = entries_[id];
-  const uint32_t now = clock_[id / experts_per_layer_];
+  const uint32_t layer = id / experts_per_layer_, now = clock_[layer];
   const uint32_t age = std::min(now - e.last, kTable - 1);
-  e.slow = e.slow * slow_table_[age] + slow_gain_;
+  const float slow = e.slow * slow_table_[age];
+  round_chance_ += slow * per_history_[layer];
+  ++round_touches_;
+  e.slow = slow + slow_gain_;
   e.fast = e.fast * fast_table_[age] + fast_gain_;
   e.last = now;
   if (e.touches != UINT32_MAX) ++e.touches;
@@ -84,9 +148,11 @@ std::vector<uint8_t> HeatTable::save(const uint8_t* checkpoint_hash) const {
   std::memcpy(h.checkpoint_hash, checkpoint_hash, sizeof h.checkpoint_hash);
   const size_t clock_bytes = clock_.size() * sizeof(uint32_t);
   const size_t entry_bytes = entries_.size() * sizeof(Entry);
-  std::vector<uint8_t> bytes(sizeof h + clock_bytes + entry_bytes);
+  const size_t history_bytes = history_.size() * sizeof(float);
+  std::vector<uint8_t> bytes(sizeof h + clock_bytes + entry_bytes + history_bytes);
   std::memcpy(bytes.data() + sizeof h, clock_.data(), clock_bytes);
   std::memcpy(bytes.data() + sizeof h + clock_bytes, entries_.data(), entry_bytes);
+  std::memcpy(bytes.data() + sizeof h + clock_bytes + entry_bytes, history_.data(), history_bytes);
   h.checksum = body_checksum(bytes);
   std::memcpy(bytes.data(), &h, sizeof h);
   return bytes;
@@ -96,6 +162,7 @@ bool HeatTable::load(const std::vector<uint8_t>& bytes, const uint8_t* checkpoin
   HeatHeader h{};
   const size_t clock_bytes = clock_.size() * sizeof(uint32_t);
   const size_t entry_bytes = entries_.size() * sizeof(Entry);
+  const size_t history_bytes = history_.size() * sizeof(float);
   const auto refuse = [why](const std::string& text) {
     *why = text;
     return false;
@@ -104,12 +171,16 @@ bool HeatTable::load(const std::vector<uint8_t>& bytes, const uint8_t* checkpoin
   std::memcpy(&h, bytes.data(), sizeof h);
   if (h.magic != kHeatMagic || h.version != kHeatVersion) return refuse(format("its version is %u, expected %u", h.version, kHeatVersion));
   if (std::memcmp(h.checkpoint_hash, checkpoint_hash, sizeof h.checkpoint_hash) != 0) return refuse("it belongs to another checkpoint");
-  if (h.num_layers != clock_.size() || h.experts_per_layer != experts_per_layer_ || bytes.size() != sizeof h + clock_bytes + entry_bytes) {
+  if (h.num_layers != clock_.size() || h.experts_per_layer != experts_per_layer_ ||
+      bytes.size() != sizeof h + clock_bytes + entry_bytes + history_bytes) {
     return refuse("it is of another shape");
   }
   if (h.checksum != body_checksum(bytes)) return refuse("its checksum is wrong");
   std::memcpy(clock_.data(), bytes.data() + sizeof h, clock_bytes);
   std::memcpy(entries_.data(), bytes.data() + sizeof h + clock_bytes, entry_bytes);
+  std::memcpy(history_.data(), bytes.data() + sizeof h + clock_bytes + entry_bytes, history_bytes);
+  for (uint32_t layer = 0; layer < history_.size(); ++layer) set_history(layer, history_[layer]);
+  change_ = SubjectChange(params_.forget_below);
   return true;
 }
 

@@ -116,6 +116,7 @@ TierOptions parse_tier_options(const std::string& text) {
             {"heat_slow_half_life", number("heat_slow_half_life", &o.heat.slow_half_life, 0.1, 1e6)},
             {"heat_fast_half_life", number("heat_fast_half_life", &o.heat.fast_half_life, 0.1, 1e6)},
             {"heat_fast_weight", number("heat_fast_weight", &o.heat.fast_weight, 0, 100)},
+            {"heat_forget_below", number("heat_forget_below", &o.heat.forget_below, 0, 1)},
             {"planner", choice<bool>("planner", &o.planner.fuzz, {{"cost", false}, {"fuzz", true}})},
             {"seed", seed(&o.planner.seed)},
             {"heat_file", [&o](const std::string& value) { o.heat_file = value; }},

@@ -96,19 +96,24 @@ def model(picks: Ids, num_slots: int, policy: PagerPolicy) -> list[npt.NDArray[n
     slow_table, fast_table = (np.exp2(-ages / np.float32(life)) for life in (policy.slow_half_life, policy.fast_half_life))
     slow_gain, fast_gain = (np.float32(1) - np.exp2(np.float32(-1 / life)) for life in (policy.slow_half_life, policy.fast_half_life))
     slow, fast = np.zeros(RECORDS, np.float32), np.zeros(RECORDS, np.float32)
+    history = np.zeros(LAYERS, np.float32)
     last, clock = np.zeros(RECORDS, np.int64), np.zeros(LAYERS, np.int64)
     held = np.full(num_slots - TRANSIT, -1)
     result = []
 
     def score(records: Ids) -> npt.NDArray[np.float32]:
         age = clock[records // EXPERTS] - last[records]
-        both: npt.NDArray[np.float32] = slow[records] * slow_table[age] + np.float32(policy.fast_weight) * fast[records] * fast_table[age]
+        known = np.float32(1) / (history[records // EXPERTS] + slow_gain)
+        both: npt.NDArray[np.float32] = (
+            slow[records] * slow_table[age] * known + np.float32(policy.fast_weight) * fast[records] * fast_table[age]
+        )
         return both
 
     for layers in picks:
         for layer, row in enumerate(layers):
             records = row + layer * EXPERTS
             clock[layer] += 1
+            history[layer] = history[layer] * slow_table[1] + slow_gain
             age = clock[layer] - last[records]
             slow[records] = slow[records] * slow_table[age] + slow_gain
             fast[records] = fast[records] * fast_table[age] + fast_gain

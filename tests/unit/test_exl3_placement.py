@@ -211,3 +211,35 @@ def test_the_device_is_chosen_with_a_reason() -> None:
     assert select.choose("cuda", lambda: "") == ("cuda", "asked for")
     with pytest.raises(ConfigError, match="GLM53_DEVICE=cuda: torch finds no NVIDIA GPU"):
         select.choose("cuda", lambda: "torch finds no NVIDIA GPU")
+
+
+def test_popularity_is_of_a_history_however_short() -> None:
+    """A record of every step, and one of every other, are as likely after ten steps as after a thousand."""
+    placement = Placement(10, 2)
+    for number in range(10):
+        placement.touch(ids(0, 1 + number % 2))
+    assert placement.read_heat()[0][:3] == pytest.approx([10 / 11, 5 / 11, 5 / 11], abs=0.01)
+
+
+@pytest.mark.parametrize(("below", "forgets"), [(0.85, True), (0.0, False)])
+def test_another_subject_makes_it_forget_the_last_one(below: float, forgets: bool) -> None:
+    """Records of the old one lose their slots to what is picked now; a subject that stays is never forgotten."""
+    placement = Placement(24, 6, PlacementOptions(forget_below=below))
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        step(placement, *rng.permutation(6)[:4].tolist())
+    assert placement.read_heat()[0][:6].sum() == pytest.approx(4, abs=0.05)
+    for _ in range(6):
+        step(placement, *(6 + rng.permutation(18)[:4]).tolist())
+    assert (placement.read_heat()[0][:6] == 0).all() == forgets
+
+
+def test_what_an_earlier_run_knew_weighs_half_of_a_long_history() -> None:
+    """A step then takes twice the share of it that it takes of a long one."""
+    placement = Placement(10, 2)
+    gain = 1 - 0.5 ** (1 / PlacementOptions().slow_half_life)
+    placement.write_heat(np.full(10, 0.25, np.float32), np.zeros(10, np.float32))
+    placement.touch(ids(3))
+    history = (0.5 - gain) * (1 - gain) + 2 * gain
+    assert placement.read_heat()[0][3] == pytest.approx((0.125 * (1 - gain) + gain) / history)
+    assert placement.read_heat()[0][4] == pytest.approx(0.125 * (1 - gain) / history)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-MAGIC = b"glm53 gpu heat 1"
+MAGIC = b"glm53 gpu heat 2"
 SAVE_EVERY_S = 180.0
 
 Heat = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -23,7 +23,7 @@ def save(path: pathlib.Path, checkpoint_hash: bytes, heat: Heat) -> None:
 
     Args:
         checkpoint_hash: 32 bytes: heat of one checkpoint means nothing to another.
-        heat: (slow, fast) counts of every record.
+        heat: (popularity, fast) of every record.
     """
     slow, fast = (np.ascontiguousarray(values, np.float32) for values in heat)
     body = checkpoint_hash + struct.pack("<I", len(slow)) + slow.tobytes() + fast.tobytes()

@@ -157,7 +157,7 @@ class OnDemand:
         return self._pager.where().astype(np.int64).reshape(self._shape)
 
     def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(slow, fast) counts of every record."""
+        """(popularity, fast): the two parts of every record's heat, fast without its weight."""
         return self._pager.heat()
 
     def write_heat(self, slow: NDArray[np.float32], fast: NDArray[np.float32]) -> None:

@@ -1,8 +1,9 @@
 """Which record is in which slot, and which record should get one. Plain arithmetic: no device, no clock.
 
 A record is (layer, expert) as one number, layer * experts + expert. Heat is how likely a record is to be wanted in the next decode step:
-a slow count (long-run popularity) and a fast one (what the last tokens used). Slots are shared by all layers, so a layer with a skewed
-popularity gets more of them. Prefill neither heats nor evicts anything for good.
+a slow count (long-run popularity) and a fast one (what the last tokens used). As in kernels/tier/heat.h the slow count is taken by the
+length of its history, and forgotten when picks suddenly have much less of the chance that they used to have. Slots are shared by all
+layers, so a layer with a skewed popularity gets more of them. Prefill neither heats nor evicts anything for good.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NONE = -1
+EARLIER = 0.5  # of a long history
 Ids = NDArray[np.int64]
 
 
@@ -25,8 +27,9 @@ class PlacementOptions:
     max_admissions: int = 48  # per decode step: what the link copies beside one step without delaying it much
     margin: float = 1.0  # a newcomer must be this much hotter than the record it replaces
     slow_half_life: float = 400.0  # decode steps
-    fast_half_life: float = 12.0
-    fast_weight: float = 2.0
+    fast_half_life: float = 10.0
+    fast_weight: float = 1.0
+    forget_below: float = 0.85  # picks that have less than this share of their usual chance may be of another subject; 0: never
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,41 @@ class Move:
     record: int
     slot: int
     evicted: int
+
+
+def _added(mean: tuple[float, float], kept: float, value: float) -> tuple[float, float]:
+    return mean[0] * kept + value * (1 - kept), mean[1] * kept + 1 - kept
+
+
+class SubjectChange:
+    """Says when picks stop being those that are expected."""
+
+    RECENT, USUAL = 0.5 ** (1 / 2), 0.5 ** (1 / 60)  # what is left of a mean after a step
+    NOISE = (1 - RECENT) / (1 + RECENT)  # of one step's variance, what is left in the recent mean
+    SIGMAS = 4.5
+    LEAST = 20  # steps before which nothing is usual yet
+
+    def __init__(self, below: float) -> None:
+        self._below = below
+        self._begin()
+
+    def _begin(self) -> None:
+        self._recent = self._usual = self._variance = (0.0, 0.0)  # sum and weight
+        self._steps = 0
+
+    def step(self, chance: float) -> bool:
+        """True: another subject, and it starts anew. chance: what the step's picks had on average, before it touched them."""
+        if self._below <= 0:
+            return False
+        self._recent, self._usual = _added(self._recent, self.RECENT, chance), _added(self._usual, self.USUAL, chance)
+        recent, usual, variance = (total / weight if weight else 0.0 for total, weight in (self._recent, self._usual, self._variance))
+        self._variance = _added(self._variance, self.USUAL, (chance - usual) ** 2)
+        self._steps += 1
+        varies = (usual - recent) ** 2 <= self.SIGMAS**2 * self.NOISE * variance
+        if self._steps < self.LEAST or recent >= self._below * usual or varies:
+            return False
+        self._begin()
+        return True
 
 
 class Placement:
@@ -59,6 +97,9 @@ class Placement:
         self._slow = np.zeros(num_records, np.float64)
         self._fast = np.zeros(num_records, np.float64)
         self._touches = np.zeros(num_records, np.int64)
+        self._gain = 1 - 0.5 ** (1 / self.options.slow_half_life)  # what a touch adds to the slow count
+        self._history = 0.0  # what the slow count of a record would be that every step touched
+        self._change = SubjectChange(self.options.forget_below)
         self._wanted: list[int] = []  # records that lost their slot to a prefill
         self.admissions = self.evictions = 0
 
@@ -97,23 +138,33 @@ class Placement:
         slow, fast = 0.5 ** (1 / options.slow_half_life), 0.5 ** (1 / options.fast_half_life)
         self._slow *= slow
         self._fast *= fast
+        self._history = self._history * slow + self._gain
+        if len(records) and self._change.step(float(self._popularity(records).mean())):
+            self._slow[:], self._history = 0, self._gain
         # Scaled so that both counts are chances per step.
-        self._slow[records] += 1 - slow
+        self._slow[records] += self._gain
         self._fast[records] += 1 - fast
         self._touches[records] += 1
 
     def heat(self, records: Ids) -> NDArray[np.float64]:
         """How likely each record is to be used in the next step."""
-        result: NDArray[np.float64] = self._slow[records] + self.options.fast_weight * self._fast[records]
+        result: NDArray[np.float64] = self._popularity(records) + self.options.fast_weight * self._fast[records]
+        return result
+
+    def _popularity(self, records: Ids) -> NDArray[np.float64]:
+        # With one more step that touched nothing: no chance is known to be 1.
+        result: NDArray[np.float64] = self._slow[records] / (self._history + self._gain)
         return result
 
     def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """(slow, fast) counts of every record."""
-        return self._slow.astype(np.float32), self._fast.astype(np.float32)
+        """(popularity, fast): the two parts of every record's heat, fast without its weight."""
+        return self._popularity(np.arange(self.num_records)).astype(np.float32), self._fast.astype(np.float32)
 
     def write_heat(self, slow: NDArray[np.float32], fast: NDArray[np.float32]) -> None:
-        """Goes on with the heat of an earlier run."""
-        self._slow[:], self._fast[:] = slow, fast
+        """Goes on with the heat of an earlier run, which weighs half of what a long history does."""
+        self._slow[:], self._fast[:] = slow * EARLIER, fast
+        self._history = EARLIER - self._gain if slow.any() else 0.0
+        self._change = SubjectChange(self.options.forget_below)
 
     def plan(self, picked: Ids) -> list[Move]:
         """Moves for the misses of a step, hottest first; the slots count as landing from now on.
