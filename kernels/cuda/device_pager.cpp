@@ -175,7 +175,11 @@ void DevicePager::start_step(const Step& step, uint64_t pass) {
   end_transit(step.layer);
   heat_.advance(step.layer);
   misses_.clear();
-  transit_used_ = copies_ = 0;
+  transit_used_ = passing_ = copies_ = 0;
+  coldest_.clear();
+  coldest_left_ = 0;
+  coldest_known_ = false;
+  step_picks_ = step.rows * spec_.top_k;
   if (hints_ != nullptr) {
     end_visits(pass - 1);
     fill_pool(pass - 1);
@@ -218,15 +222,17 @@ Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
   const uint32_t record = layer * spec_.experts_per_layer + miss.expert;
   ++counters_[kMissed];
   if (copies_ < spec_.max_copies) {
-    const int32_t slot = find_place(record, miss.heat, pass);
-    if (slot != SlotTable::kNone) {
-      const uint32_t place = spec_.num_transit + static_cast<uint32_t>(slot);
+    const Place found = find_place(record, miss.heat, pass);
+    const bool passes = !found.earned && transit_used_ == spec_.num_transit && passing_ < spec_.num_passing;
+    if (found.slot != SlotTable::kNone && (found.earned || passes)) {
+      const uint32_t place = spec_.num_transit + static_cast<uint32_t>(found.slot);
       // The old record goes first: whatever becomes of the copy, its bytes are no longer to be trusted.
-      drive_out(slot, pass - 1);
+      drive_out(found.slot, pass - 1);
       if (copy(record, place)) {
-        slots_.begin_landing(slot, record, pass);
+        slots_.begin_landing(found.slot, record, pass);
         point(layer, miss.expert, in_slot(place));
-        ++counters_[kAdmitted];
+        passing_ += passes;
+        ++counters_[passes ? kTransit : kAdmitted];
         return Lane::kAdmit;
       }
     } else if (transit_used_ < spec_.num_transit && copy(record, transit_used_)) {
@@ -240,19 +246,21 @@ Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
   return Lane::kZeroCopy;
 }
 
-int32_t DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
-  if (heat_.touches(record) < spec_.admit_after) return SlotTable::kNone;
+DevicePager::Place DevicePager::find_place(uint32_t record, float heat, uint64_t pass) {
+  const bool known = heat_.touches(record) >= spec_.admit_after;
   const int32_t free = slots_.find_free(pass - 1);
-  if (free != SlotTable::kNone) return free;
-  const int32_t victim = slots_.find_victim(heat_, pass - 1);
-  if (victim == SlotTable::kNone) return SlotTable::kNone;
-  const int32_t old = slots_.record_in(static_cast<uint32_t>(victim));
-  return heat > spec_.admit_margin * heat_.score(static_cast<uint32_t>(old)) ? victim : SlotTable::kNone;
+  if (free != SlotTable::kNone) return {free, known};
+  if (!coldest_known_) slots_.find_victims(heat_, pass - 1, step_picks_, &coldest_);
+  coldest_known_ = true;
+  if (coldest_left_ == coldest_.size()) return {SlotTable::kNone, false};
+  const auto& [coldest, slot] = coldest_[coldest_left_];
+  return {slot, known && heat > spec_.admit_margin * coldest};
 }
 
 void DevicePager::drive_out(int32_t slot, uint64_t passes_done) {
   const int32_t old = slots_.record_in(static_cast<uint32_t>(slot));
   if (old == SlotTable::kNone) return;
+  if (coldest_left_ < coldest_.size() && coldest_[coldest_left_].second == slot) ++coldest_left_;
   slots_.evict(slot, passes_done);
   point_at_host(static_cast<uint32_t>(old));
   if (fast_ != nullptr) ++fast_->evictions;

@@ -12,7 +12,9 @@
 // reply, and only those. A table is brought up to date at its own layer's turn, however many slots of its were taken meanwhile.
 //
 // Admission: a missing record takes a free slot, or the coldest record's if it is hotter; else one of the transit slots, for this step
-// alone; else it is read in place. If a copy cannot be enqueued the record is read in place too, so that every request is answered.
+// alone; else, a record that passes, the coldest one's slot all the same, and is the next to leave it; else it is read in place. Slots that
+// wait for what passes are slots less for what stays: one step of one stream needs about two. If a copy cannot be enqueued the record is
+// read in place too, so that every request is answered.
 //
 // How far the host may be ahead. A stream takes some thousand launches that wait; the next one blocks in the driver, with locks that the
 // pager's calls need too, and nobody would be left to let the device go on. A step of every layer is more than that, so the stepping thread
@@ -201,7 +203,11 @@ class DevicePager {
   void point_at_host(uint32_t record);
   uint64_t on_host(uint32_t record) const { return spec_.host_on_device + record * spec_.record_stride; }
   uint64_t in_slot(uint32_t slot) const { return spec_.slots + slot * spec_.record_stride; }
-  int32_t find_place(uint32_t record, float heat, uint64_t pass);
+  struct Place {
+    int32_t slot;  // free, or the coldest record's; or SlotTable::kNone
+    bool earned;   // by the newcomer's heat
+  };
+  Place find_place(uint32_t record, float heat, uint64_t pass);
   // Empties a slot whose readers have passed.
   void drive_out(int32_t slot, uint64_t passes_done);
   bool check(int code);
@@ -228,7 +234,12 @@ class DevicePager {
   std::vector<std::vector<uint32_t>> in_transit_;  // [layers]: experts whose addresses are a transit slot
   std::vector<uint64_t> seen_;                     // [experts]: number of the step that picked it last
   std::vector<Miss> misses_;
-  uint32_t transit_used_ = 0, copies_ = 0;
+  // The step's: what leaves its slot first. Heat stays as it is once the picks are known, so one look at all slots does for every miss.
+  std::vector<std::pair<float, int32_t>> coldest_;
+  size_t coldest_left_ = 0;  // those before it have left
+  bool coldest_known_ = false;
+  uint32_t step_picks_ = 0;
+  uint32_t transit_used_ = 0, passing_ = 0, copies_ = 0;
   uint32_t usable_;    // slots that there is memory for; the transit ones are among them
   bool sent_ = false;  // this step enqueued something on the copy stream
   uint64_t counters_[8] = {};

@@ -223,7 +223,7 @@ double DevicePager::choose_by_cost(const Step& step, uint64_t pass, bool lane) {
     // A record that is worth a slot comes now, or the cache would never learn from a lane that is quicker than the link.
     if (chosen == total && total > 0) {
       const FastParts::Entry& hottest = f.entries[f.order.back()];
-      chosen -= find_place(step.layer * spec_.experts_per_layer + hottest.picks.expert, hottest.heat, pass) != SlotTable::kNone;
+      chosen -= find_place(step.layer * spec_.experts_per_layer + hottest.picks.expert, hottest.heat, pass).earned;
     }
     note_choice(total, chosen);
   }

@@ -184,10 +184,10 @@ void DevicePager::keep_visitors(const Miss* until, uint64_t pass) {
     HintParts::Visitor& v = h.visitors[h.asked];
     const uint32_t expert = v.record % spec_.experts_per_layer;
     if (until != nullptr && (v.heat != until->heat ? v.heat < until->heat : expert > until->expert)) return;
-    const int32_t slot = find_place(v.record, v.heat, pass);
-    if (slot == SlotTable::kNone) continue;
-    drive_out(slot, pass - 1);
-    slots_.reserve(slot);
+    const Place found = find_place(v.record, v.heat, pass);
+    if (found.slot == SlotTable::kNone || !found.earned) continue;
+    drive_out(found.slot, pass - 1);
+    slots_.reserve(found.slot);
     slots_.release(v.slot);
     v.slot = SlotTable::kNone;
   }

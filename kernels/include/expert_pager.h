@@ -55,6 +55,7 @@ typedef struct PagerSpec {
                             0: there are no hints */
   uint32_t hint_chunk;   /* bytes of one copy of a hint; a step's own copies wait for two of them at most */
   float forget_below;    /* picks that have less than this share of their usual chance may be of another subject (heat.h); 0: never */
+  uint32_t num_passing;  /* most records of a step that take the coldest records' slots although they are colder, beside num_transit */
 } PagerSpec;
 
 enum { PAGER_HINT_WIDTH = 16 }; /* most ids of a row of a hint */

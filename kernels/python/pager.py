@@ -51,6 +51,7 @@ class PagerSpec(ctypes.Structure):
         ("hint_records", ctypes.c_uint32),
         ("hint_chunk", ctypes.c_uint32),
         ("forget_below", ctypes.c_float),
+        ("num_passing", ctypes.c_uint32),
     ]
 
 
@@ -75,6 +76,7 @@ class PagerLayout:
     words_device: int
     copy_stream: int
     hints_address: int = 0  # int64 [layers, max_rows * HINT_WIDTH]; 0 when the policy's hint_records is 0
+    num_passing: int = 0  # most records of a step that take the coldest records' slots although they are colder, beside num_transit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +278,7 @@ def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPoli
         policy.hint_records,
         policy.hint_chunk,
         policy.forget_below,
+        layout.num_passing,
     )
 
 

@@ -50,6 +50,26 @@ int32_t SlotTable::find_victim(const HeatTable& heat, uint64_t passes_done) cons
   return victim;
 }
 
+void SlotTable::find_victims(const HeatTable& heat, uint64_t passes_done, size_t most,
+                             std::vector<std::pair<float, int32_t>>* victims) const {
+  victims->clear();
+  if (most == 0) return;
+  // A heap whose first is the hottest of the coldest: nearly every slot is done with at one comparison.
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    const Slot& s = slots_[i];
+    if (s.id == kNone || s.landing || s.reserved || s.last_pass > passes_done) continue;
+    const std::pair<float, int32_t> one(heat.score(static_cast<uint32_t>(s.id)), static_cast<int32_t>(i));
+    if (victims->size() == most) {
+      if (one >= victims->front()) continue;
+      std::pop_heap(victims->begin(), victims->end());
+      victims->pop_back();
+    }
+    victims->push_back(one);
+    std::push_heap(victims->begin(), victims->end());
+  }
+  std::sort_heap(victims->begin(), victims->end());
+}
+
 int32_t SlotTable::begin_landing(int32_t slot, uint32_t id, uint64_t pass) {
   Slot& s = slots_[static_cast<size_t>(slot)];
   const int32_t evicted = s.id;

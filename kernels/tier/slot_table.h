@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "tier/heat.h"
@@ -40,6 +41,8 @@ class SlotTable {
   int32_t find_free(uint64_t passes_done) const;
   // The rewritable resident slot with the lowest score, or kNone. A slot is rewritable when every pass that read it is over.
   int32_t find_victim(const HeatTable& heat, uint64_t passes_done) const;
+  // The `most` lowest of these with their scores, lowest first: what find_victim would find one after the other.
+  void find_victims(const HeatTable& heat, uint64_t passes_done, size_t most, std::vector<std::pair<float, int32_t>>* victims) const;
   // Pass `pass` copies record `id` into the slot. Until then, and until settle(), the record is not resident. Returns the evicted record or
   // kNone.
   int32_t begin_landing(int32_t slot, uint32_t id, uint64_t pass);

@@ -22,7 +22,7 @@ OFFSETS = np.array([[0, 64, 128, 192]] * LAYERS, np.int64)
 class World:
     layers, experts, top_k = LAYERS, EXPERTS, TOP_K
 
-    def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None) -> None:
+    def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None, num_passing: int = 0) -> None:
         self.offsets = np.repeat(OFFSETS[:1], self.layers, axis=0)
         self.gpu = SimulatedGpu(seed, STRIDE)
         self.host = np.random.default_rng(seed).integers(0, 256, (self.layers * self.experts, STRIDE), np.uint8)
@@ -50,6 +50,7 @@ class World:
             self.words.ctypes.data,
             COPY,
             self.hint_ids.ctypes.data,
+            num_passing,
         )
         self.pager = Pager(layout, self.offsets, policy, self.gpu.driver)
         self.kept: list[np.ndarray] = []
@@ -90,11 +91,12 @@ class World:
         self.gpu.close()
 
 
+@pytest.mark.parametrize("num_passing", [0, 3])
 @pytest.mark.parametrize(("num_slots", "num_transit"), [(0, 0), (1, 0), (3, 3), (6, 2), (20, 4), (LAYERS * EXPERTS, 0)])
-def test_kernels_read_the_right_bytes_in_every_order_of_the_streams(num_slots: int, num_transit: int) -> None:
+def test_kernels_read_the_right_bytes_in_every_order_of_the_streams(num_slots: int, num_transit: int, num_passing: int) -> None:
     """Copies, tables, requests and replies run as late as their streams let them: no kernel reads a record that is not wholly there."""
     draw = random.Random(num_slots)
-    world = World(num_slots, num_slots, num_transit)
+    world = World(num_slots, num_slots, num_transit, num_passing=num_passing)
     try:
         for step in range(60):
             world.decode(draw, draw.randint(1, ROWS))
@@ -137,6 +139,80 @@ def test_transit_slots_spare_the_host_and_keep_nothing() -> None:
         assert (counters.admitted, counters.in_place, counters.hits) == (0, 0, 0)
         assert counters.transit == counters.missed > 0
         assert (world.pager.where() == -1).all()
+    finally:
+        world.close()
+
+
+def hot(world: World, experts: range) -> None:
+    """Layer 0's experts become hotter than one pick makes a record, the first one most, and get the slots."""
+    popularity = np.zeros(LAYERS * EXPERTS, np.float32)
+    popularity[experts] = 1 - 0.01 * np.arange(len(experts))
+    world.pager.set_heat(popularity, popularity)
+    for slot, record in enumerate(experts):
+        world.slots[slot] = world.host[record]
+        world.pager.put(record, slot)
+
+
+def step(world: World, *experts: int) -> None:
+    """One step of layer 0 with these picks, every record read by a kernel."""
+    picks = np.array([[*experts, *[-1] * (TOP_K - len(experts))]], np.int64)
+    world.pager.step(0, 1, picks.ctypes.data, COMPUTE)
+    world.gpu.enqueue(COMPUTE, "run", lambda: world.kernel(0, list(experts)))
+    world.gpu.synchronize()
+
+
+def test_what_passes_takes_the_coldest_slots_and_is_the_next_to_leave_them() -> None:
+    """Colder than all that is resident, it is copied all the same; of the hot records only as many go as one step needs slots."""
+    world = World(14, 6, 0, num_passing=2)
+    try:
+        hot(world, range(6))
+        step(world, 6, 7)
+        assert (world.pager.where()[:8] == [0, 1, 2, 3, -1, -1, 5, 4]).all()
+        step(world, 8)
+        assert (world.pager.where()[:9] == [0, 1, 2, 3, -1, -1, 5, -1, 4]).all()
+        step(world, 9, 10)
+        assert set(np.flatnonzero(world.pager.where() >= 0)) == {0, 1, 2, 3, 9, 10}
+        assert world.gpu.problems == []
+        assert world.reads_on_host == 0
+        counters = world.pager.counters()
+        # The later three are hotter than what passed before them.
+        assert (counters.missed, counters.admitted, counters.transit, counters.in_place) == (5, 3, 2, 0)
+    finally:
+        world.close()
+
+
+def test_no_more_pass_than_may_and_none_before_the_transit_slots_are_used() -> None:
+    """Three cold records, a transit slot and one that may pass: the third is read in place."""
+    world = World(15, 5, 1, num_passing=1)
+    try:
+        popularity = np.linspace(1, 0.9, LAYERS * EXPERTS, dtype=np.float32)
+        world.pager.set_heat(popularity, popularity)
+        for record in range(4):
+            world.slots[record + 1] = world.host[record]
+            world.pager.put(record, record + 1)
+        world.pager.set_heat(*(np.where(np.arange(LAYERS * EXPERTS) < 4, values, 0) for values in world.pager.heat()))
+        step(world, 5)
+        assert (world.pager.where()[:4] >= 0).all()
+        step(world, 5, 6, 7)
+        assert (world.pager.where()[:4] >= 0).sum() == 3
+        counters = world.pager.counters()
+        assert (counters.admitted, counters.transit, counters.in_place) == (0, 3, 1)
+        assert world.gpu.problems == []
+    finally:
+        world.close()
+
+
+def test_an_admitted_record_takes_the_slot_of_one_that_passed() -> None:
+    """That one is the coldest, however late it came."""
+    world = World(16, 4, 0, num_passing=2)
+    try:
+        hot(world, range(4))
+        step(world, 5)
+        for _ in range(3):
+            step(world, 6)  # passes, stays, and is soon as hot as the others
+        where = world.pager.where()
+        assert where[6] == 3
+        assert where[[0, 1, 2, 3, 5]].tolist() == [0, 1, 2, -1, -1]
     finally:
         world.close()
 

@@ -121,11 +121,11 @@ def test_placed_records_are_hits(driver: ImmediateDriver) -> None:
 
 
 def test_a_warm_start_has_the_hottest_records_in_its_slots(driver: ImmediateDriver) -> None:
-    """All but the transit slots are filled."""
+    """All but the transit slot are filled."""
     world = make(16)
     slow = np.linspace(1, 0, LAYERS * EXPERTS, dtype=np.float32)
     world.store.start_with(slow, np.zeros_like(slow))
-    assert set(np.flatnonzero(world.store._where.ravel() != NONE)) == set(range(14))
+    assert set(np.flatnonzero(world.store._where.ravel() != NONE)) == set(range(15))
     assert np.array_equal(world.store.read_heat()[0], slow)
 
 

@@ -17,8 +17,10 @@ from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.patches.dispatch import EarlyPicks
 
-# A step of 8 streams can miss 64 records of a layer; one that is not worth a slot passes through one of these.
-TRANSIT_SLOTS = 16
+# A step of 8 streams can miss 64 records of a layer. Of those that are not worth a slot one passes through a slot of its own, where the
+# link is timed too, and so many through the coldest records' slots. Slots set aside for all of them would hold nothing at one stream; more
+# that pass would drive out what several streams want.
+TRANSIT_SLOTS, PASSING = 1, 10
 _REQUEST, _REPLY, _LANE_REPLY = 0, 32, 48  # of the pager's words, kernels/cuda/device_pager.h
 
 
@@ -51,7 +53,8 @@ class OnDemand:
         policy: PagerPolicy | None = None,
     ) -> None:
         # With a slot for every record nothing passes through.
-        self.num_transit = min(TRANSIT_SLOTS, slots.shape[0] // 8) if slots.shape[0] < records.num_records else 0
+        some = slots.shape[0] // 8 if slots.shape[0] < records.num_records else 0
+        self.num_transit = min(TRANSIT_SLOTS, some)
         self._shape = (records.num_layers, records.num_experts)
         self._table = table
         self._keep = [slots, copy_stream, records]
@@ -81,6 +84,7 @@ class OnDemand:
             words_device=records.on_device(self._words),
             copy_stream=copy_stream.cuda_stream,
             hints_address=self._hints.data_ptr() if self._hints is not None else 0,
+            num_passing=min(PASSING, some - self.num_transit),
         )
         self._pager = self._start(layout, records, policy)
 
