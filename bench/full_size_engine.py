@@ -188,7 +188,9 @@ class FullSizeEngine:
         before = backend.stats()
         with self._steps(case.name) as stepped:
             row = slice_ours.decode(backend, self._routing, case.streams, args.warm, args.steps, self._deadline, told=stepped)
-        return row | (gpu_fast_parts.lanes(before, backend.stats()) if self._setting.fast else {})
+        if not self._setting.fast:
+            return row
+        return row | {"cpu_lane": self._setting.lane, **gpu_fast_parts.lanes(before, backend.stats())}
 
     def after(self) -> Row:
         return self._watch.take(self._setting)

@@ -261,6 +261,7 @@ def test_the_engine_measures_every_row(rig: Any, made: Stage, tmp_path: Path, mo
     assert [event[1] for event in events if isinstance(event, tuple) and event[0] == "cap"] == [0.25, 0.25, 0.25, 0.25, 0.25, 1.0, 1.0]
     assert sum(rows.rows["full/fast/C1"]["experts_by_lane"].values()) > 0
     assert rows.rows["full/fast_resident/C1"]["hit_rate"] == 1.0
+    assert [rows.rows[f"full/{mode}/C1"]["cpu_lane"] for mode in ("fast", "fast_resident")] == [True, False]
     assert told.done["full/fast/C1"] == told.done["full/exact/C4"] == 5
     assert "lane UP" in told.seen["full/fast/C1"]
     assert "the device asked for step" in told.seen["full/exact/C1"]
