@@ -9,30 +9,10 @@ import pytest
 
 from bench.server import Server
 from cli.main import main as glm53
-from cli.stream_rate import rate_of
 
 pytestmark = pytest.mark.e2e
 
 ATTEMPTS = 5
-
-
-def even(tokens: int, step_s: float = 0.01) -> list[tuple[float, int]]:
-    return [(i * step_s, i + 1) for i in range(tokens)]
-
-
-def test_an_even_stream_passes() -> None:
-    """One token every 10 ms, as it was made."""
-    rate = rate_of(even(101), 5, 1.0)
-    assert rate.problems == []
-    assert (rate.tokens, round(rate.delivery_s, 6), rate.last_tokens <= 6) == (100, 1.0, True)
-    assert rate.usual_last_tokens == pytest.approx(5)
-
-
-def test_half_speed_and_a_burst_at_the_end_fail() -> None:
-    """Slower than generation fails; so does the half that comes in one piece at the end."""
-    assert "generation" in rate_of(even(101, 0.02), 5, 1.0).problems[0]
-    burst = [*even(51, 0.0199), (1.0, 101)]
-    assert "burst" in rate_of(burst, 5, 1.0).problems[0]
 
 
 @pytest.mark.alone
