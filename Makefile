@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 2
 ARGS ?=
 
-.PHONY: help serve test test-deploy test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev
+.PHONY: help serve test test-deploy test-gpu bench bench-kernel sanitize lint fmt proto kernels fresh-check clean setup setup-dev setup-otel
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -57,7 +57,9 @@ fresh-check: ## Prove `make serve` and `make test` in an empty Debian 12 (root, 
 clean: ## Remove everything that was built or installed here
 	rm -rf $(VENV) build .state tests/clients/node/node_modules kernels/python/lib services/common/pb *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-setup: .state/serve proto kernels
+# What somebody has added stays of the pinned versions.
+setup: .state/serve proto kernels $(wildcard .state/otel)
+setup-otel: setup .state/otel ## Set everything up, with the pinned packages that GLM53_OTLP_ENDPOINT needs (OpenTelemetry traces)
 setup-dev: .state/dev .state/node-clients .state/checkov proto kernels
 
 setup-dev: KERNEL_ARGS = --test
@@ -77,6 +79,10 @@ kernels: .state/serve ## Build the C++ kernels, and the GPU kernels where there 
 
 .state/serve: .state/venv pyproject.toml requirements.lock
 	@tools/pip_install.sh worker,build
+	@touch $@
+
+.state/otel: .state/serve pyproject.toml requirements.lock
+	@tools/pip_install.sh worker,build,otel
 	@touch $@
 
 .state/debian-test: .state/debian # apt takes one at a time

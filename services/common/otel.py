@@ -44,7 +44,10 @@ def provider_for(endpoint: str, service: str) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError("GLM53_OTLP_ENDPOINT needs the optional packages: pip install '.[otel]'", param="GLM53_OTLP_ENDPOINT") from None
+        raise ConfigError(
+            "GLM53_OTLP_ENDPOINT needs packages that are not installed: run `make setup-otel` in this installation's folder, or unset it",
+            param="GLM53_OTLP_ENDPOINT",
+        ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED_SPANS))
