@@ -21,7 +21,12 @@ The gRPC side of this table is services/common/grpc_status.py, the HTTP side is 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, ClassVar
+
+from services.common import setting_names
+
+_A_SETTING = re.compile(rf"\bGLM53_[A-Z]|\b({'|'.join(sorted(setting_names.UNPREFIXED))})\b")
 
 
 class Glm53Error(Exception):
@@ -47,9 +52,14 @@ class Glm53Error(Exception):
 
 
 class ConfigError(Glm53Error):
-    """A setting or a flag is wrong."""
+    """A setting or a flag is wrong. A message that names no setting gets the one at fault (`param`) in front."""
 
     code = "config_error"
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
+        if param in setting_names.ALL and not _A_SETTING.search(message):
+            message = f"{param}: {message}"
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
 
 
 class CheckpointError(Glm53Error):

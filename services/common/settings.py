@@ -1,8 +1,8 @@
 """The one place where the environment is read.
 
 Each service has one frozen settings object derived from `ServiceSettings`; it is made once, in `__main__`, and passed on.
-Precedence: command-line overrides > environment > default. An unknown `GLM53_*` name refuses to start and names the closest known one:
-a typo must not silently become a default.
+Precedence: command-line overrides > environment > default. An unknown `GLM53_*` name refuses to start and names a known one that is close
+to it: a typo must not silently become a default.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from pydantic import Field, PrivateAttr, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from services.common import setting_names
+from services.common.accepted import accepted, shown
 from services.common.errors import ConfigError
 
 PREFIX = "GLM53_"
+# How alike a name and the one that is offered for it have to be (difflib's ratio, without the prefix): a slip of one or two letters is, a
+# name that merely shares some letters is not.
+CLOSE = 0.75
 log = logging.getLogger(__name__)
 
 # Kubernetes injects GLM53_<SERVICE>_SERVICE_HOST, GLM53_<SERVICE>_PORT=tcp://… and the like for a service named glm53-…
@@ -55,7 +59,7 @@ def check_names(env: Mapping[str, str]) -> None:
     """Refuses an unknown `GLM53_*` name.
 
     Raises:
-        ConfigError: names the variable and the closest known one.
+        ConfigError: names the variable, and the known one that is close to it if there is one.
     """
     ignored = sorted(name for name in env if name.startswith(PREFIX) and is_service_link(name))
     if ignored:
@@ -63,14 +67,23 @@ def check_names(env: Mapping[str, str]) -> None:
     for name in sorted(env):
         if not name.startswith(PREFIX) or name in setting_names.PREFIXED or name in ignored:
             continue
-        close = difflib.get_close_matches(name, sorted(setting_names.PREFIXED), n=1, cutoff=0.0)
-        raise ConfigError(f"unknown setting {name}: did you mean {close[0]}? Unset it or correct it.", param=name)
+        close = _closest(name)
+        hint = f"did you mean {close}?" if close else "no setting has a name like it, docs/settings.md has all of them."
+        raise ConfigError(f"unknown setting {name}: {hint} Unset it or correct it.", param=name)
+
+
+def _closest(name: str) -> str:
+    """The known setting that `name` is a slip of, "" when there is none."""
+    known = {full.removeprefix(PREFIX): full for full in sorted(setting_names.ALL)}
+    found = difflib.get_close_matches(name.removeprefix(PREFIX), known, n=1, cutoff=CLOSE)
+    return known[found[0]] if found else ""
 
 
 class ServiceSettings(BaseSettings):
     """Base of every service's settings: frozen, one environment name per field (its `validation_alias`).
 
-    Subclasses declare fields as ``name: type = Field(default, validation_alias="GLM53_NAME", description="…")``.
+    Subclasses declare fields as ``name: type = Field(default, validation_alias="GLM53_NAME", description="…")``; one with a pattern also
+    says what it accepts, see services/common/accepted.py.
     """
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", case_sensitive=True, populate_by_name=True, hide_input_in_errors=True)
@@ -80,6 +93,7 @@ class ServiceSettings(BaseSettings):
         "default",
         validation_alias="GLM53_INSTANCE",
         pattern=r"^[a-z0-9][a-z0-9-]{0,31}$",
+        json_schema_extra={"accepts": "1 to 32 of a-z, 0-9 and - (not as the first), e.g. glm-a"},
         description="Names this deployment's shared-memory segments: /dev/shm/glm53-<instance>-*. `glm53 serve` takes p<port>.",
     )
     shm_dir: str = Field("/dev/shm", validation_alias="GLM53_SHM_DIR", description="Where the shared-memory segments live (a tmpfs).")
@@ -130,11 +144,25 @@ class ServiceSettings(BaseSettings):
         try:
             settings = cls(**values)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = str(first["loc"][0]) if first["loc"] else cls.service
-            raise ConfigError(f"{name}: {first['msg'].removeprefix('Value error, ')}", param=name) from None
+            raise cls._refusal(error, values) from None
         settings._sources.update(sources)
         return settings
+
+    @classmethod
+    def _refusal(cls, error: ValidationError, values: Mapping[str, Any]) -> ConfigError:
+        """The first thing that is wrong, with the setting, what it accepts and what it is."""
+        first = error.errors(include_url=False)[0]
+        ours = first["type"] == "value_error"  # said by a validator of ours
+        said = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            return ConfigError(f"{cls.service}: {said}", param=cls.service)
+        alias = str(first["loc"][0])
+        name = next(name for name, field in cls.model_fields.items() if field.validation_alias == alias)
+        if not ours:
+            said = f"need {accepted(cls, name)}"
+        value = "***" if cls.model_fields[name].annotation is SecretStr else shown(values.get(alias, ""))
+        told = ours and (said.startswith(value) or repr(value) in said)
+        return ConfigError(f"{alias}: {said}" if told else f"{alias}: {said} (it is {value})", param=alias)
 
     def is_set(self, name: str) -> bool:
         """True when the field was given, in the environment or on the command line."""

@@ -36,18 +36,22 @@ class GpuWorkerSettings(ServiceSettings):
     model_download: bool = Field(
         True,
         validation_alias="GLM53_MODEL_DOWNLOAD",
-        description="Fetch GLM53_MODEL_REPO into GLM53_MODEL_DIR when there is no config.json; 0: never.",
+        description="Fetch GLM53_MODEL_REPO into GLM53_MODEL_DIR when there is no config.json; 0: never, the start fails instead.",
     )
     model_repo: str = Field(
         "turboderp/GLM-5.3-Flash-exl3",
         validation_alias="GLM53_MODEL_REPO",
         pattern=r"^[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}$",
+        json_schema_extra={"accepts": "owner/name of a repository, each of letters, digits, ., _ and -, e.g. turboderp/GLM-5.3-Flash-exl3"},
         description="Repository on the hub, owner/name; another one than the default needs GLM53_MODEL_REVISION.",
     )
     model_revision: str = Field(
         "332ab457b709b7ba30dd9a448be5de03b80a7ac9",
         validation_alias="GLM53_MODEL_REVISION",
         pattern=r"^[0-9a-f]{40}$",
+        json_schema_extra={
+            "accepts": "a commit's 40 digits of 0-9 and a-f, no branch and no tag, e.g. 332ab457b709b7ba30dd9a448be5de03b80a7ac9"
+        },
         description="Commit of the repository, 40 hexadecimal digits; a folder that holds another one is refused when this is set.",
     )
     served_name: str = Field(

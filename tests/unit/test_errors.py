@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from services.common import errors
+from services.common import errors, setting_names
 from services.common.grpc_status import ERROR_METADATA_KEY, error_of, status_of
 
 
@@ -22,6 +22,17 @@ class FakeRpcError(grpc.RpcError):
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         return self._metadata
+
+
+@pytest.mark.parametrize("name", sorted(setting_names.ALL))
+def test_a_refused_setting_is_named_once(name: str) -> None:
+    """In front of a message that names none, on its way through gRPC too; one that names it, or another that is to change, stays."""
+    refused = errors.ConfigError("no such folder", param=name)
+    assert refused.message == str(refused) == f"{name}: no such folder"
+    assert errors.from_json(refused.to_json()).message == refused.message
+    for said in (f"{name}=1 is wrong", "cannot: unset GLM53_MODE", "choose another PORT"):
+        assert errors.ConfigError(said, param=name).message == said
+    assert errors.ConfigError("no such folder", param="gateway").message == "no such folder"
 
 
 @pytest.mark.parametrize("cls", sorted(errors.ERROR_TYPES.values(), key=lambda c: c.__name__))

@@ -331,7 +331,7 @@ def test_the_check_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "exllamav3 is not installed: install exllamav3==1.5.1" in str(gpu_check.gpu())
     monkeypatch.setattr(select, "gpu_problem", lambda: "")
     monkeypatch.setattr(upstream, "check", refuse)
-    assert gpu_check.gpu() == "exllamav3 1.6.0 is installed, 1.5.1 is known"
+    assert gpu_check.gpu() == "GLM53_DEVICE: exllamav3 1.6.0 is installed, 1.5.1 is known"
     monkeypatch.setattr(upstream, "check", lambda: None)
     monkeypatch.setattr(cuda_expert, "is_built", lambda: False)
     assert "bring kernels/python/lib along" in str(gpu_check.gpu())

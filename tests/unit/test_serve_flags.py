@@ -58,7 +58,7 @@ def test_no_number_of_gigabytes(value: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("flags", "env", "said"),
     [
-        (["--device", "gpu"], {}, "GLM53_DEVICE: Input should be 'auto', 'cpu' or 'cuda'"),
+        (["--device", "gpu"], {}, "GLM53_DEVICE: need auto, cpu or cuda (it is gpu)"),
         (["--context", "10"], {}, "GLM53_CONTEXT_TOKENS: 10 tokens hold no prompt"),
         (["--host", "0.0.0.0"], {"GLM53_API_KEYS_FILE": ""}, "HOST is 0.0.0.0, which other machines may reach, but no API keys"),
         ([], {"GLM53_MAX_BODY_BYTES": "much"}, "GLM53_MAX_BODY_BYTES: "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 
 import pytest
@@ -42,6 +43,42 @@ def test_a_typo_is_refused_with_the_closest_name() -> None:
     with pytest.raises(ConfigError, match="GLM53_MODEL_DIRS: did you mean GLM53_MODEL_DIR") as caught:
         ServiceSettings.load({"GLM53_MODEL_DIRS": "/x"})
     assert caught.value.param == "GLM53_MODEL_DIRS"
+
+
+def slips(word: str) -> set[str]:
+    """What becomes of a name when a letter is forgotten, doubled, or changes places with the next."""
+    at = range(len(word))
+    return {
+        *(word[:i] + word[i + 1 :] for i in at),
+        *(word[:i] + word[i] + word[i:] for i in at),
+        *(word[:i] + word[i + 1 : i + 2] + word[i] + word[i + 2 :] for i in at),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(setting_names.PREFIXED))
+def test_every_slip_of_a_name_is_offered_a_known_one(name: str) -> None:
+    """A letter more, less or misplaced: some setting with nearly that name is offered, mostly the one that was meant."""
+    for slip in slips(name.removeprefix("GLM53_")):
+        if (typed := f"GLM53_{slip}") in setting_names.PREFIXED or is_service_link(typed):
+            continue
+        with pytest.raises(ConfigError, match=f"unknown setting {typed}: did you mean ") as caught:
+            check_names({typed: "1"})
+        offered = caught.value.message.partition("did you mean ")[2].partition("?")[0]
+        assert offered in setting_names.ALL
+        assert difflib.SequenceMatcher(None, offered, typed).ratio() >= difflib.SequenceMatcher(None, name, typed).ratio() - 0.05
+
+
+@pytest.mark.parametrize("word", ["FOO", "X", "DEBUG", "TENSOR_PARALLEL", "GPU_MEMORY_UTILIZATION", "API_KEY", "BANANA", ""])
+def test_a_name_that_is_like_none_is_offered_none(word: str) -> None:
+    """A suggestion that has nothing to do with the name sends people the wrong way."""
+    with pytest.raises(ConfigError, match=f"unknown setting GLM53_{word}: no setting has a name like it, docs/settings.md has all"):
+        check_names({f"GLM53_{word}": "1"})
+
+
+def test_a_prefix_too_many_is_told() -> None:
+    """HOST, PORT and SERVED_NAME have none."""
+    with pytest.raises(ConfigError, match="unknown setting GLM53_SERVED_NAME: did you mean SERVED_NAME"):
+        check_names({"GLM53_SERVED_NAME": "glm"})
 
 
 @pytest.mark.parametrize(
