@@ -27,7 +27,7 @@ def table() -> str:
     rows: dict[str, tuple[str, str, list[str]]] = {}
     for cls in CLASSES:
         for field in cls.model_fields.values():
-            default = "" if field.default is None else str(field.default)
+            default = "" if field.default is None else str(int(field.default) if isinstance(field.default, bool) else field.default)
             meaning = (field.description or "").replace("|", "\\|")
             rows.setdefault(str(field.validation_alias), (default, meaning, []))[2].append(cls.service)
     lines = [f"| `{name}` | {default or '-'} | {text} | {', '.join(who)} |" for name, (default, text, who) in sorted(rows.items())]

@@ -34,6 +34,7 @@ from services.gateway.http_head import EVERYTHING
 from services.gateway.methods import ANY, allowed, nearest
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import RequestScope
+from services.gateway.origins import allowed_origins
 from services.gateway.plain_route import ShortWay
 from services.gateway.services import Services
 from services.gateway.settings import GatewaySettings
@@ -119,7 +120,7 @@ def create_app(
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.strip() for origin in settings.cors_origins.split(",")],
+            allow_origins=allowed_origins(settings.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms", *_LIMIT_HEADERS],

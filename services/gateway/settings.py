@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
+from services.common.accepted import shown
 from services.common.command import COMMAND
 from services.common.otel import OptionalEndpoint
 from services.common.settings import ServiceSettings
+from services.gateway.origins import allowed_origins
 
 Effort = Literal["low", "high", "max"]
 ThinkingOffPolicy = Literal["empty_think", "low", "reject"]
@@ -21,7 +23,13 @@ class GatewaySettings(ServiceSettings):
     service: ClassVar[str] = "gateway"
 
     host: str = Field("127.0.0.1", validation_alias="HOST", description="Address the HTTP server listens on.")
-    port: int = Field(30000, validation_alias="PORT", ge=0, le=65535, description="Port the HTTP server listens on; 0 picks a free one.")
+    port: int = Field(
+        30000,
+        validation_alias="PORT",
+        ge=0,
+        le=65535,
+        description="Port the HTTP server listens on; 0 picks a free one where the gateway runs alone, `glm53 serve` refuses it.",
+    )
     worker_address: str = Field(
         "127.0.0.1:30051",
         validation_alias="GLM53_WORKER_ADDRESS",
@@ -176,11 +184,17 @@ class GatewaySettings(ServiceSettings):
         description="How many gateways share the keys' limits; without Redis each allows its part.",
     )
 
+    @field_validator("cors_origins")
+    @classmethod
+    def _sent_by_browsers(cls, value: str) -> str:
+        allowed_origins(value)
+        return value
+
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
         if not self.api_keys_file and not self.allow_public_without_keys and not _is_loopback(self.host):
             raise ValueError(
-                f"HOST is {self.host}, which other machines may reach, but no API keys are asked for: name a key file in "
+                f"HOST is {shown(self.host)}, which other machines may reach, but no API keys are asked for: name a key file in "
                 f"GLM53_API_KEYS_FILE (`{COMMAND} keys create --file FILE --id NAME` makes one), or set "
                 "GLM53_ALLOW_PUBLIC_WITHOUT_KEYS=1 behind something that does"
             )
