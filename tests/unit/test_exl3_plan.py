@@ -80,11 +80,15 @@ def test_a_machine_that_has_it_all_is_not_refused() -> None:
     [
         ({"vram_total": 16_384 * MIB}, r"the GPU has 16384 MiB of VRAM, 23000 are needed: .*GLM53_FORCE_VRAM=1", "GLM53_FORCE_VRAM"),
         ({"vram_free": 9 * GIB}, r"9\.00 GiB of VRAM are free, 10\.01 GiB are needed with a single expert", "GLM53_CACHE_TOKENS"),
-        ({"shm": 64 * GIB}, r"shared memory has room for 64\.00 GiB, .* at least 109632 MiB \(--shm-size=109632m", "GLM53_SHM_DIR"),
+        (
+            {"shm": 64 * GIB, "shm_dir": "/mnt/shm"},
+            r"/mnt/shm has 64\.0 GiB free, .* need 107\.0 GiB\. .* 108 GiB: .*--shm-size=108g .*size=108G /mnt/shm on bare metal; plan",
+            "GLM53_SHM_DIR",
+        ),
         ({"memory": 108 * GIB}, r"108\.0 GiB of host memory can be had, 111\.0 GiB are needed", "GLM53_SHM_DIR"),
     ],
 )
-def test_what_is_short_is_named_with_the_plan(short: dict[str, int], told: str, param: str) -> None:
+def test_what_is_short_is_named_with_the_plan(short: dict[str, Any], told: str, param: str) -> None:
     """Both figures, the way out, and the whole plan in one message."""
     with pytest.raises(ConfigError, match=told) as refused:
         plan.refuse(NEED, dataclasses.replace(ENOUGH, **short), forced=False)

@@ -20,7 +20,7 @@ from kernels.python.errors import KernelError, ShmInUse, ShmNoSpace, TierTimeout
 from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.region import Region
 from kernels.python.tier import TierEngine
-from services.common import memory
+from services.common import memory, shm_room
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, arena_fill, cpu_arena, cpu_weights
 from services.gpu_worker.backends.arena_check import ArenaCheck
@@ -278,7 +278,7 @@ def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list
     except host.NoSuchNodeError as error:
         raise ConfigError(f"GLM53_CT_NUMA_NODE={settings.ct_numa_node}: {error}", param="GLM53_CT_NUMA_NODE") from error
     except ShmNoSpace as error:
-        raise ConfigError(f"{settings.shm_dir} is too small for the expert records: {error}", param="GLM53_SHM_DIR") from error
+        raise _too_small(settings, records_bytes(shapes, checkpoint.config)) from error
     except ShmInUse as error:
         raise ConfigError(f"another worker serves instance {settings.instance!r}: {error}", param="GLM53_INSTANCE") from error
     except (KernelError, OSError) as error:
@@ -299,6 +299,18 @@ def open_arena(settings: GpuWorkerSettings, checkpoint: Checkpoint, shapes: list
     return arena, f"loaded: {arena.note}" if arena.note else "loaded: no records in shared memory"
 
 
+def records_bytes(shapes: Sequence[ExpertShape], config: TextConfig) -> int:
+    """What all expert records take in shared memory."""
+    return sum(int(shape.record_bytes) for shape in shapes) * config.n_routed_experts
+
+
+def _too_small(settings: GpuWorkerSettings, need_bytes: int, there_bytes: int = 0) -> ConfigError:
+    """The refusal; `there_bytes` of what is needed are taken already."""
+    room = os.statvfs(settings.shm_dir)
+    found = shm_room.too_small(settings.shm_dir, room.f_bavail * room.f_frsize + there_bytes, need_bytes)
+    return ConfigError(f"GLM53_SHM_DIR: {found}. {shm_room.how_to_enlarge(settings.shm_dir, need_bytes)}", param="GLM53_SHM_DIR")
+
+
 def _files_fit(arena: Arena) -> bool:
     """True when the system can keep the files' pages too, for the next start; the arena's own memory is taken already."""
     return memory.read().host_available > arena.total_bytes
@@ -310,6 +322,8 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
     if shared:
         try:
             region = Region.create(segments.ctl_path(settings.shm_dir, settings.instance), arena, top_k=config.num_experts_per_tok)
+        except ShmNoSpace as error:
+            raise _too_small(settings, arena.total_bytes, arena.total_bytes) from error
         except KernelError as error:
             raise ConfigError(f"GLM53_SHM_DIR={settings.shm_dir} cannot hold the control region: {error}", param="GLM53_SHM_DIR") from error
     try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kernels.python import segments
 from kernels.python.expert import ExpertShape
-from services.common import memory
+from services.common import memory, shm_room
 from services.common.errors import ConfigError
 from services.gpu_worker.checkpoint import TEXT_PREFIX, Checkpoint
 from services.gpu_worker.model_config import TextConfig
@@ -71,6 +71,7 @@ class Machine:
         shm: free in the file system of shared memory.
         memlock: limit on locked memory; None for no limit.
         arena_there: bytes of an arena that an earlier worker left; they are taken over or given back first.
+        shm_dir: where shared memory is.
     """
 
     vram_total: int
@@ -79,6 +80,7 @@ class Machine:
     shm: int
     memlock: int | None
     arena_there: int = 0
+    shm_dir: str = "/dev/shm"
 
 
 def need_of(checkpoint: Checkpoint, shapes: Sequence[ExpertShape], settings: GpuWorkerSettings) -> Need:
@@ -155,6 +157,7 @@ def read_machine(settings: GpuWorkerSettings, vram_free: int, vram_total: int) -
         shm.f_bavail * shm.f_frsize,
         None if soft in (resource.RLIM_INFINITY, -1) else soft,
         there,
+        settings.shm_dir,
     )
 
 
@@ -210,12 +213,8 @@ def _problem(need: Need, machine: Machine, *, forced: bool) -> tuple[str, str]:
             "GLM53_CACHE_TOKENS",
         )
     if need.arena > shm:
-        mib = (need.arena + 64 * MIB) // MIB
-        return (
-            f"shared memory has room for {_gib(shm)}, the expert records take {_gib(need.arena)}: make it at least {mib} MiB "
-            f"(--shm-size={mib}m, or sizeLimit of the memory volume)",
-            "GLM53_SHM_DIR",
-        )
+        found = shm_room.too_small(machine.shm_dir, shm, need.arena)
+        return f"{found}. {shm_room.how_to_enlarge(machine.shm_dir, need.arena).rstrip('.')}", "GLM53_SHM_DIR"
     if need.arena + need.host + need.kept > memory_there:
         return (
             f"{_gib(memory_there)} of host memory can be had, {_gib(need.arena + need.host + need.kept)} are needed: free memory, "
