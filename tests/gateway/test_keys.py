@@ -257,8 +257,11 @@ def test_a_wrong_file_is_refused_and_names_the_entry(text: str, words: str) -> N
 
 def test_a_missing_file_stops_the_start(tmp_path: Path) -> None:
     """A gateway that was told to ask for keys does not start without them."""
-    with pytest.raises(ConfigError, match="cannot read the key file"):
-        KeyRing(tmp_path / "none.json")
+    missing = tmp_path / "none.json"
+    with pytest.raises(ConfigError, match=f"GLM53_API_KEYS_FILE: cannot read the key file {missing}: .*keys create --file {missing} --id"):
+        KeyRing(missing)
+    with pytest.raises(ConfigError, match=f"GLM53_API_KEYS_FILE: cannot read the key file {tmp_path}: Is a directory$"):
+        KeyRing(tmp_path)
 
 
 def test_a_table_finds_exactly_its_keys() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 
-from services.common.errors import Cancelled, CheckpointError, ConfigError
+from services.common.errors import Cancelled, CheckpointError, ConfigError, Glm53Error
 from services.gpu_worker import download
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.download import fetch, record
@@ -202,6 +202,21 @@ def test_a_hub_that_cannot_be_reached_is_told(hub: HubServer, folder: pathlib.Pa
     """Nobody listens: the network is named, and the way without it."""
     hub.close()
     with pytest.raises(CheckpointError, match=r"the hub cannot be asked for people/model .*check the network, or put a checkpoint"):
+        download.ensure(settings_for(folder), no_note, hub.url)
+
+
+@pytest.mark.parametrize("fault", ["nobody listens", "no such repository", "no package"])
+def test_whoever_mistyped_the_folder_is_told_that_it_holds_no_checkpoint(
+    hub: HubServer, folder: pathlib.Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with the hub: the folder, why the hub was asked, and the setting that asks none come first."""
+    if fault == "nobody listens":
+        hub.close()
+    elif fault == "no such repository":
+        hub.faults.status, hub.faults.code = 404, "RepoNotFound"
+    else:
+        monkeypatch.setitem(sys.modules, "huggingface_hub.utils", None)
+    with pytest.raises(Glm53Error, match=f"^GLM53_MODEL_DIR={folder} has no config.json, .* fetched .*GLM53_MODEL_DOWNLOAD=0"):
         download.ensure(settings_for(folder), no_note, hub.url)
 
 

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import hmac
 import json
+import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -158,6 +159,16 @@ def read_keys(path: Path) -> KeyTable:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {_MAX_FILE_BYTES} bytes", param="GLM53_API_KEYS_FILE")
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read the key file {path}: {error}", param="GLM53_API_KEYS_FILE") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the key file {path}: {error.strerror}{_remedy(error, path)}", param="GLM53_API_KEYS_FILE") from None
     return parse_keys(text, str(path))
+
+
+def _remedy(error: OSError, path: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f". `{COMMAND} keys create --file {path} --id NAME` makes it"
+    if isinstance(error, PermissionError):
+        return f". Let user {os.getuid()} read it"
+    return ""

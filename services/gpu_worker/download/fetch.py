@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from services.common.errors import CheckpointError, ConfigError
+from services.common.errors import CheckpointError, ConfigError, Glm53Error
 from services.gpu_worker.download import record as records
 from services.gpu_worker.download.hub import Hub, PartFile, Stopped
 from services.gpu_worker.download.record import Record, RemoteFile
@@ -63,7 +63,17 @@ def ensure(settings: GpuWorkerSettings, note: Note, endpoint: str | None = None)
             param="GLM53_MODEL_REVISION",
         )
     note(0.0, f"asking for the files of {settings.model_repo}")
-    Download(folder, Hub(settings.model_repo, settings.model_revision, endpoint)).run(note)
+    try:
+        hub = Hub(settings.model_repo, settings.model_revision, endpoint)
+        files = hub.files()
+    except Glm53Error as error:
+        # Whoever mistyped a folder did not know that anything would be fetched.
+        raise type(error)(
+            f"GLM53_MODEL_DIR={folder} has no config.json, so {settings.model_repo} was to be fetched into it (GLM53_MODEL_DOWNLOAD=0 makes"
+            f" that an error instead): {error.message}",
+            param=error.param,
+        ) from error
+    Download(folder, hub, files).run(note)
     return True
 
 
@@ -73,10 +83,11 @@ class Download:
     Args:
         folder: made when missing.
         hub: what comes into it.
+        files: what `hub` has of a checkpoint.
     """
 
-    def __init__(self, folder: Path, hub: Hub) -> None:
-        self._folder, self._hub = folder, hub
+    def __init__(self, folder: Path, hub: Hub, files: list[RemoteFile]) -> None:
+        self._folder, self._hub, self._files = folder, hub, files
         self._parts = folder / PARTS
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -85,7 +96,7 @@ class Download:
 
     def run(self, note: Note) -> None:
         """Fetches what is missing. Raises as `ensure`."""
-        files = self._hub.files()
+        files = self._files
         try:
             self._parts.mkdir(parents=True, exist_ok=True)
         except OSError as error:
