@@ -8,6 +8,7 @@ import os
 
 from kernels.python import expert, host
 from services.common.errors import ConfigError
+from services.common.threads import too_many
 from services.cpu_expert.settings import CpuExpertSettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class Placement:
 
 
 def check(settings: CpuExpertSettings) -> None:
-    """Refuses what this host cannot do before anything is attached.
+    """Refuses what this host cannot do before anything is attached, and warns of more threads than it has CPUs for.
 
     Raises:
         ConfigError: GLM53_CT_ISA, GLM53_CT_CPUS or GLM53_CT_NUMA_NODE names what the host or this process does not have.
@@ -49,6 +50,9 @@ def check(settings: CpuExpertSettings) -> None:
         raise ConfigError(
             f"GLM53_CT_CPUS names CPUs {missing} that this process may not use; usable are {sorted(usable)}", param="GLM53_CT_CPUS"
         )
+    listed = {"where": "GLM53_CT_CPUS names"} if settings.cpus else {}
+    if warning := too_many("GLM53_CT_THREADS", settings.ct_threads, settings.cpus or usable, **listed):
+        log.warning("%s", warning)
     node = settings.ct_numa_node
     if node < 0:
         return

@@ -209,8 +209,16 @@ def test_the_device_is_chosen_with_a_reason() -> None:
     assert select.choose("auto", lambda: "exllamav3 is not installed") == ("cpu", "auto: exllamav3 is not installed")
     assert select.choose("cpu", lambda: pytest.fail("not looked at")) == ("cpu", "asked for")
     assert select.choose("cuda", lambda: "") == ("cuda", "asked for")
-    with pytest.raises(ConfigError, match="GLM53_DEVICE=cuda: torch finds no NVIDIA GPU"):
+    with pytest.raises(ConfigError, match=r"GLM53_DEVICE=cuda: torch finds no NVIDIA GPU\. nvidia-smi shows"):
         select.choose("cuda", lambda: "torch finds no NVIDIA GPU")
+
+
+def test_a_gpu_backend_that_is_not_installed_is_told_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is there, and knows the option."""
+    monkeypatch.setattr(select.upstream, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"GLM53_DEVICE=cuda: exllamav3 is not installed\. scripts/install\.sh --gpu installs it"):
+        select.choose("cuda", select.gpu_problem)
+    assert "--gpu" in (Path(__file__).parents[2] / "scripts" / "install.sh").read_text()
 
 
 def test_popularity_is_of_a_history_however_short() -> None:

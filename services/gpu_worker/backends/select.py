@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from typing import Literal
 
 from services.common.errors import ConfigError
+from services.common.threads import too_many
 from services.gpu_worker.backends import cpu
 from services.gpu_worker.backends.base import Backend
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.patches import upstream
 from services.gpu_worker.settings import GpuWorkerSettings
+
+log = logging.getLogger(__name__)
+
+MISSING = f"{upstream.PACKAGE} is not installed"
 
 
 def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Callable[[float, str], None]) -> Backend:
@@ -30,6 +37,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Callable[[fl
             f"GLM53_EC_HINTS={settings.ec_hints} is for a GPU, which experts are brought to, and this worker computes on the CPU: unset it",
             param="GLM53_EC_HINTS",
         )
+    if warning := too_many("GLM53_BACKEND_THREADS", settings.backend_threads, os.sched_getaffinity(0)):
+        log.warning("%s", warning)
     return cpu.load(settings, checkpoint, note, reason)
 
 
@@ -48,7 +57,8 @@ def choose(asked: Literal["auto", "cpu", "cuda"], problem: Callable[[], str]) ->
     found = problem()
     if asked == "cuda":
         if found:
-            raise ConfigError(f"GLM53_DEVICE=cuda: {found}", param="GLM53_DEVICE")
+            remedy = "scripts/install.sh --gpu installs it" if found == MISSING else "nvidia-smi shows which there are"
+            raise ConfigError(f"GLM53_DEVICE=cuda: {found}. {remedy}; GLM53_DEVICE=cpu or auto serves without", param="GLM53_DEVICE")
         return "cuda", "asked for"
     return ("cpu", f"auto: {found}") if found else ("cuda", "auto: exllamav3 and an NVIDIA GPU are there")
 
@@ -56,7 +66,7 @@ def choose(asked: Literal["auto", "cpu", "cuda"], problem: Callable[[], str]) ->
 def gpu_problem() -> str:
     """Why the GPU backend cannot run here, or ""."""
     if not upstream.installed():
-        return f"{upstream.PACKAGE} is not installed"
+        return MISSING
     # Only where exllamav3 is: importing torch takes seconds.
     import torch
 
