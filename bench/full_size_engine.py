@@ -23,7 +23,7 @@ from kernels.python import segments
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import Forced
 from kernels.python.pager import PagerPolicy
-from services.gpu_worker.backends.exl3 import lending, loader
+from services.gpu_worker.backends.exl3 import lending, loader, resolve
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
@@ -85,7 +85,7 @@ class FullSizeEngine:
         slice_ours.fill_cache(self._loaded.cache)
         self._routing = slice_ours.ForcedRouting(self._loaded, trace)
         self._lane = LaneProcess(INSTANCE, slice_ours.SHM, args.threads)
-        self._vocab, self._max_context = checkpoint.config.vocab_size, min(args.cache_tokens, loader.DEFAULT_CONTEXT)
+        self._vocab, self._max_context = checkpoint.config.vocab_size, min(args.cache_tokens, resolve.DEFAULT_CONTEXT)
         self._rig = GpuRig(self._loaded, routing_trace.TOP_K, self._vocab, INSTANCE, self._lane, deadline, slice_ours.SHM)
         self._outer, self._inside = contextlib.ExitStack(), contextlib.ExitStack()
         self._watch = gpu_fast_parts.Watch(self._rig, self._outer, shares=False)

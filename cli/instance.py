@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import IO
@@ -65,11 +66,41 @@ class Instance:
             self._give_lock_back()
             raise
 
+    def check(self) -> None:
+        """Tries the state folder as `acquire` uses it, and leaves everything as it was.
+
+        Raises:
+            ConfigError: `acquire` would not take it.
+        """
+        missing = [folder for folder in (self._state_dir, *self._state_dir.parents) if not os.path.exists(folder)]
+        try:
+            self._check_state_dir()
+            self._try_lock()
+        finally:
+            # A server that starts at this moment and has put its lock there keeps its folder; one that has not makes it again.
+            for folder in missing:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+
+    def _try_lock(self) -> None:
+        path = self._state_dir / "lock"
+        try:
+            if not path.exists():
+                tempfile.TemporaryFile(dir=self._state_dir).close()
+                return
+            with path.open("a+") as lock:
+                self._lock_now(lock)
+        except OSError as error:
+            raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
+
     def _check_folders(self) -> None:
         if not (self._shm_dir.is_dir() and os.access(self._shm_dir, os.W_OK | os.X_OK)):
             raise ConfigError(
                 f"GLM53_SHM_DIR is {self._shm_dir}, which is no folder that this user can write to: name a tmpfs", param="GLM53_SHM_DIR"
             )
+        self._check_state_dir()
+
+    def _check_state_dir(self) -> None:
         socket_path = os.fsencode(self._state_dir / "worker.sock")
         if len(socket_path) > MAX_SOCKET_PATH_BYTES:
             raise ConfigError(
@@ -110,15 +141,10 @@ class Instance:
                     continue
                 raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
+                self._lock_now(lock)
+            except ConfigError:
                 lock.close()
-                raise ConfigError(
-                    f"instance {self.name!r} is already served by process {holder}: stop it, or choose another PORT or GLM53_INSTANCE",
-                    param="GLM53_INSTANCE",
-                ) from None
+                raise
             # A holder removes the file before it lets go: a lock on a removed file excludes nobody.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(path.stat(), os.fstat(lock.fileno())):
@@ -131,6 +157,17 @@ class Instance:
         lock.write(str(os.getpid()))
         lock.flush()
         return lock
+
+    def _lock_now(self, lock: IO[str]) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown"
+            raise ConfigError(
+                f"instance {self.name!r} is already served by process {holder}: stop it, or choose another PORT or GLM53_INSTANCE",
+                param="GLM53_INSTANCE",
+            ) from None
 
     def _refuse_foreign_worker(self) -> None:
         """A worker of another server (with another state folder, or another user's) holds its arena's lock: its segments are not ours."""

@@ -74,6 +74,8 @@ def _findings(args: argparse.Namespace, machine: Machine, env: Mapping[str, str]
         except ConfigError as error:
             yield fail("settings", error.message)
         else:
+            # Late: containers of a single service have no supervisor.
+            yield from importlib.import_module("cli.doctor.state").check(settings, env)
             env = settings.for_services(env)
     for name in names:
         yield from importlib.import_module(SERVICES[name]).check(env, machine)

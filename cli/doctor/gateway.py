@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
+import tempfile
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cli.doctor import hardware, network
+from cli.doctor import hardware, network, traces
 from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import Machine, shown
 from services.common.command import COMMAND
@@ -33,6 +33,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         yield fail("settings", error.message)
         return
     yield ok("settings", f"worker at {', '.join(addresses)}")
+    yield from traces.check(settings.otlp_endpoint)
     if settings.port:
         yield from network.listen("PORT", settings.host, settings.port, network.gateway)
     if settings.api_keys_file:
@@ -56,8 +57,7 @@ def _keys_fix(file: Path) -> str:
 
 
 def _usage_file(file: Path) -> Iterator[Finding]:
-    there = file if file.exists() else file.parent
-    if file.is_dir() or not os.access(there, os.W_OK):
+    if not _can_append(file):
         yield fail(
             "usage file", f"GLM53_USAGE_FILE={file} cannot be written", "Name a file in a folder that this user may write, or unset it."
         )
@@ -66,6 +66,18 @@ def _usage_file(file: Path) -> Iterator[Finding]:
             f"GLM53_USAGE_FILE={file}: {shown(free)} are free there; lines wait in memory, and the oldest are lost when there are too many"
         )
         yield warn("usage file", text, "Free space there, or name another place.")
+
+
+def _can_append(file: Path) -> bool:
+    """Tried as the gateway does it, for root may do what a file system does not; a file that is not there yet is not made."""
+    try:
+        if file.exists():
+            file.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=file.parent).close()
+    except OSError:
+        return False
+    return True
 
 
 def _redis(url: str) -> Iterator[Finding]:
@@ -79,7 +91,11 @@ def _redis(url: str) -> Iterator[Finding]:
     else:
         where = f"{host}:{port}" if host else parts.path
         # One that can be reached may still refuse. It may be away for a while without harm.
-        problem = asyncio.run(problem_of(url, network.CONNECT_S))
+        try:
+            problem = asyncio.run(problem_of(url, network.CONNECT_S))
+        except ValueError as error:
+            yield fail("Redis", f"GLM53_REDIS_URL: {error}", "Use redis://[:password@]host:6379/0.")
+            return
         if problem:
             fix = "Start it, see its network policy, or put what it asks for into GLM53_REDIS_URL"
             yield warn(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from cli.doctor import hardware, network, sharedmem
+from cli.doctor import hardware, network, sharedmem, traces
 from cli.doctor.findings import Finding, fail, ok, warn
 from cli.doctor.machine import GIB, Machine, shown
+from kernels.python import host
 from services.common.errors import CheckpointError, ConfigError
 from services.common.ops_http import split_address
-from services.gpu_worker.backends import cpu, cpu_arena
+from services.gpu_worker import download
+from services.gpu_worker.backends import cpu, cpu_arena, select
+from services.gpu_worker.backends.exl3 import resolve
 from services.gpu_worker.checkpoint import Checkpoint
+from services.gpu_worker.patches import upstream
 from services.gpu_worker.settings import GpuWorkerSettings
 from services.gpu_worker.tokenizer_files import TokenizerFiles
 
@@ -33,6 +38,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         yield fail("settings", error.message)
         return
     yield ok("settings", f"mode {settings.mode}, device {settings.device}")
+    yield from traces.check(settings.otlp_endpoint)
     if unbuilt := list(sharedmem.kernels()):
         yield from unbuilt
         return
@@ -48,12 +54,58 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
     pinned = wants_gpu(settings)
     if pinned:
         yield from hardware.gpu(machine, env.get("CUDA_VISIBLE_DEVICES"), needed=settings.device != "auto")
+    on_gpu = pinned and (settings.device != "auto" or bool(machine.gpus() or machine.gpu_nodes()))
+    yield from _as_the_start(settings, on_gpu=on_gpu)
     yield from hardware.cpu(machine, settings.mode)
     yield from _heat_file(settings.heat_file)
     yield from sharedmem.in_use(settings.shm_dir, settings.instance, lambda: network.running(env) or _answers(settings))
     unusable = list(sharedmem.folder(settings.shm_dir))
     yield from unusable
-    yield from _records(settings, machine, pinned=pinned, measure_room=not unusable)
+    yield from _records(settings, machine, on_gpu=on_gpu, pinned=pinned, measure_room=not unusable)
+
+
+class _WouldFetchError(Exception):
+    """A start would ask the hub now."""
+
+
+def _as_the_start(settings: GpuWorkerSettings, *, on_gpu: bool) -> Iterator[Finding]:
+    """What the start looks at by itself before it reads the checkpoint, by the same functions."""
+    if on_gpu and not upstream.installed():
+        fix = "Run `scripts/install.sh --gpu` in this installation's folder, or use GLM53_DEVICE=cpu."
+        yield fail("device", f"GLM53_DEVICE={settings.device}: {upstream.PACKAGE} is not installed", fix)
+    elif on_gpu:
+        yield from _refused(upstream.check)
+    if not settings.mode.startswith("nvme"):  # told already
+        yield from _refused(lambda: resolve.check(settings) if on_gpu else select.check_for_cpu(settings))
+    yield from _refused(lambda: _check_node(settings.ct_numa_node))
+    yield from _refused(lambda: _check_source(settings))
+
+
+def _refused(step: Callable[[], object]) -> Iterator[Finding]:
+    try:
+        step()
+    except ConfigError as error:
+        yield fail("settings", error.message)
+    except CheckpointError as error:
+        yield fail("checkpoint", error.message)
+
+
+def _check_node(node: int) -> None:
+    try:
+        with host.memory_on(node):
+            pass
+    except host.NoSuchNodeError as error:
+        raise ConfigError(f"GLM53_CT_NUMA_NODE={node}: {error}", param="GLM53_CT_NUMA_NODE") from None
+
+
+def _check_source(settings: GpuWorkerSettings) -> None:
+    """The folder is of the repository and the revision that are asked for, and what would be fetched is named in full."""
+
+    def before_it_asks(_fraction: float, _what: str) -> None:
+        raise _WouldFetchError
+
+    with contextlib.suppress(_WouldFetchError):
+        download.ensure(settings, before_it_asks)
 
 
 def _answers(settings: GpuWorkerSettings) -> str | None:
@@ -96,7 +148,7 @@ def _heat_file(name: str) -> Iterator[Finding]:
         yield warn("heat file", text, "Free space there, or name another place.")
 
 
-def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, measure_room: bool) -> Iterator[Finding]:
+def _records(settings: GpuWorkerSettings, machine: Machine, *, on_gpu: bool, pinned: bool, measure_room: bool) -> Iterator[Finding]:
     """The checkpoint's headers, and the memory that its expert records will take."""
     if settings.model_download and not (settings.model_folder / "config.json").exists():
         yield _to_be_fetched(settings)
@@ -117,15 +169,17 @@ def _records(settings: GpuWorkerSettings, machine: Machine, *, pinned: bool, mea
         return
     if pinned:
         yield from hardware.memlock(machine, need, settings.mode)
-    else:
-        yield from _context(settings, checkpoint)
+    yield from _context(settings, checkpoint, on_gpu=on_gpu)
     if measure_room:
         yield from sharedmem.room(settings.shm_dir, settings.instance, need, machine.memory())
 
 
-def _context(settings: GpuWorkerSettings, checkpoint: Checkpoint) -> Iterator[Finding]:
+def _context(settings: GpuWorkerSettings, checkpoint: Checkpoint, *, on_gpu: bool) -> Iterator[Finding]:
     try:
-        cpu.resolve_context(settings.context_tokens, checkpoint.config)
+        if on_gpu:
+            resolve.resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
+        else:
+            cpu.resolve_context(settings.context_tokens, checkpoint.config)
     except ConfigError as error:
         yield fail("context", error.message)
 

@@ -25,7 +25,9 @@ from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode
 from services.gpu_worker.backends import cpu
 from services.gpu_worker.backends.exl3 import loader
-from tests.unit.test_doctor import CDI_YAML, FLAGS, GPU, capped, host, worker_env
+from services.gpu_worker.patches import upstream
+from tests.support import missing
+from tests.unit.test_doctor import CDI_YAML, FLAGS, GPU, capped, host, with_exllamav3, worker_env
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,6 +85,16 @@ def _no_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del monkeypatch
     shutil.copytree(ROOT / "models" / "tiny" / "checkpoint", folder / "model")
     (folder / "model" / "tokenizer.json").unlink()
+
+
+def _no_exllamav3(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del folder
+    monkeypatch.setattr(upstream, "installed", lambda: False)
+
+
+def _no_opentelemetry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del folder
+    missing.hide(monkeypatch, "opentelemetry")
 
 
 def _no_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +193,17 @@ ROWS: dict[str, Row] = {
     "spans that go nowhere": Row(
         "GLM53_OTLP_ENDPOINT: need a URL", "", "gateway", env={"GLM53_OTLP_ENDPOINT": "collector:4318"}
     ),
+    "spans without the packages, in the gateway": Row(
+        "GLM53_OTLP_ENDPOINT needs packages that are not installed: run `make setup-otel`", "", "gateway",
+        env={"GLM53_OTLP_ENDPOINT": "http://collector:4318/v1/traces"}, before=_no_opentelemetry,
+    ),
+    "spans without the packages, in gpu_worker": Row(
+        "GLM53_OTLP_ENDPOINT needs packages that are not installed: run `make setup-otel`", "",
+        env={"GLM53_OTLP_ENDPOINT": "http://collector:4318/v1/traces"}, before=_no_opentelemetry,
+    ),
+    "a GPU without exllamav3": Row(
+        "GLM53_DEVICE=cuda: exllamav3 is not installed", "Run `scripts/install.sh --gpu`", gpus=[GPU], env=ON_GPU, before=_no_exllamav3
+    ),
     "a context that the checkpoint has not": Row(
         "GLM53_CONTEXT_TOKENS=99999 is more than the checkpoint's index_topk 16384: lower it", "", env={"GLM53_CONTEXT_TOKENS": "99999"}
     ),
@@ -248,6 +271,8 @@ def test_it_is_found_with_its_fix(name: str, tmp_path: Path, capsys: pytest.Capt
     files = {path: text.replace("{folder}", str(tmp_path)) for path, text in row.files.items()}
     box: Machine = host(tmp_path, files, row.gpus, **row.facts)
     env = worker_env(tmp_path, PORT="0", **{name: value.replace("{folder}", str(tmp_path)) for name, value in row.env.items()})
+    if row.gpus:
+        with_exllamav3(monkeypatch)
     held = row.before(tmp_path, monkeypatch) if row.before else None
     args = argparse.Namespace(service=row.service, store=tmp_path / "store" if row.store else None, json=False, then=[])
     assert command.run(args, box, env) == row.code

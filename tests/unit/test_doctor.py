@@ -24,16 +24,20 @@ import pytest
 import redis
 from grpc_health.v1 import health, health_pb2_grpc
 
-from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, store, worker
+from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, state, store, worker
 from cli.doctor.findings import Finding, Level
 from cli.doctor.machine import GIB, Machine
+from cli.instance import Instance
 from cli.main import build_parser
+from cli.settings import ServeSettings
 from kernels.python import lib, segments
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
 from services.common import memory
+from services.common.errors import ConfigError
 from services.gpu_worker import download
+from services.gpu_worker.patches import upstream
 from services.gpu_worker.settings import GpuWorkerSettings
 from tests.gateway.redis_server import RedisServer
 
@@ -91,7 +95,13 @@ def worker_env(tmp_path: Path, **env: str) -> dict[str, str]:
     """A worker on this machine with a shared-memory folder of its own."""
     (tmp_path / "shm").mkdir(exist_ok=True)
     base = {"GLM53_SHM_DIR": str(tmp_path / "shm"), "GLM53_MODEL_DIR": str(ROOT / "models/tiny/checkpoint"), "GLM53_DEVICE": "cpu"}
-    return {**base, "GLM53_WORKER_ADDRESS": "unix:/nowhere/worker.sock", **env}
+    return {**base, "GLM53_WORKER_ADDRESS": f"unix:{tmp_path}/worker.sock", **env}
+
+
+def with_exllamav3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation for GPUs."""
+    monkeypatch.setattr(upstream, "installed", lambda: True)
+    monkeypatch.setattr(upstream, "check", lambda: None)
 
 
 # ---- GPU -------------------------------------------------------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ def test_a_gpu_that_cannot_serve_is_refused(tmp_path: Path, gpus: list[str] | No
 
 def test_a_gpu_that_auto_does_not_find_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` on an installation for GPUs serves on the CPU without one, which is told; `cuda` is refused."""
+    with_exllamav3(monkeypatch)
     monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: object())
     for device, findings in (("auto", warned), ("cuda", failed)):
         env = worker_env(tmp_path, GLM53_DEVICE=device)
@@ -211,6 +222,78 @@ def test_a_gpu_is_wanted_where_it_was_installed_for(device: str, monkeypatch: py
     assert not worker.wants_gpu(settings)
     monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: object())
     assert worker.wants_gpu(settings) is (device == "auto")
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"GLM53_CHUNK_SIZE": "100"}, "GLM53_CHUNK_SIZE=100 is less than a cache page"),
+        ({"GLM53_CONTEXT_TOKENS": "4096", "GLM53_CACHE_TOKENS": "1024"}, "GLM53_CONTEXT_TOKENS=4096 is more than GLM53_CACHE_TOKENS 1024"),
+        ({"GLM53_MODE": "exact", "GLM53_EC_ADMISSION": "between_steps", "GLM53_EC_HINTS": "3"}, "GLM53_EC_HINTS=3 needs decode steps"),
+    ],
+)
+def test_settings_that_a_gpu_does_not_take_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
+) -> None:
+    """By the functions that the start resolves them with; the CPU has other rules, and each device is judged by its own."""
+    with_exllamav3(monkeypatch)
+    box = host(tmp_path, gpus=[GPU])
+    found = list(worker.check(worker_env(tmp_path, GLM53_DEVICE="cuda", **env), box))
+    assert any(said in finding.message for finding in found if finding.level is Level.FAIL)
+    assert not any(said in finding.message for finding in worker.check(worker_env(tmp_path, GLM53_DEVICE="cpu", **env), box))
+
+
+def test_hints_are_refused_where_the_cpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `auto` comes to the CPU too, for want of a GPU; on a GPU they are what they are for."""
+    env = worker_env(tmp_path, GLM53_EC_HINTS="3")
+    assert "GLM53_EC_HINTS=3 is for a GPU" in failed(worker.check(env, host(tmp_path)))["settings"].message
+    monkeypatch.setattr(worker.importlib.util, "find_spec", lambda name: SimpleNamespace(origin="nowhere"))
+    with_exllamav3(monkeypatch)
+    env["GLM53_DEVICE"] = "auto"
+    assert "settings" in failed(worker.check(env, host(tmp_path)))
+    assert "settings" not in failed(worker.check(env, host(tmp_path, gpus=[GPU])))
+
+
+def test_another_version_of_exllamav3_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its patches were written against one: the start looks at its source before anything of it is imported, and so does the doctor."""
+
+    def refuse() -> None:
+        raise ConfigError("exllamav3 9.9 is installed", param="GLM53_DEVICE")
+
+    with_exllamav3(monkeypatch)
+    monkeypatch.setattr(upstream, "check", refuse)
+    env = worker_env(tmp_path, GLM53_DEVICE="cuda")
+    assert "9.9" in failed(worker.check(env, host(tmp_path, gpus=[GPU])))["settings"].message
+
+
+# ---- what serve keeps ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_of_a_server_that_runs_is_left_alone(tmp_path: Path) -> None:
+    """Its lock stays its own. With its gateway it is a fact, without one it is in the way."""
+    folder = tmp_path / "state"
+    with answering(OWN_HEALTH) as port:
+        env = {"GLM53_SHM_DIR": str(tmp_path), "GLM53_STATE_DIR": str(folder), "PORT": str(port)}
+        settings = ServeSettings.load(env)
+        running = Instance(settings.instance_name, tmp_path, folder)
+        running.acquire()
+        (found,) = state.check(settings, env)
+        assert (found.level, "is held by the server that runs here" in found.message) == (Level.OK, True)
+    assert f"already served by process {os.getpid()}" in failed(state.check(settings, env))["state folder"].message
+    assert (folder / "lock").read_text() == str(os.getpid())
+    running.release()
+    assert not failed(state.check(settings, env))
+    assert folder.is_dir()
+    assert not list(folder.iterdir())
+
+
+def test_a_state_folder_is_tried_and_gone_again(tmp_path: Path) -> None:
+    """With every folder above it that was not there before, and none that was."""
+    env = {"GLM53_SHM_DIR": str(tmp_path), "GLM53_STATE_DIR": str(tmp_path / "a/b/c")}
+    (tmp_path / "a").mkdir()
+    (found,) = state.check(ServeSettings.load(env), env)
+    assert found.level is Level.OK
+    assert [path.name for path in tmp_path.rglob("*")] == ["a"]
 
 
 # ---- container devices -----------------------------------------------------------------------------------------------------------------

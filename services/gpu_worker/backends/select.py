@@ -32,14 +32,23 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Callable[[fl
         from services.gpu_worker.backends.exl3 import loader
 
         return loader.load(settings, checkpoint, note, reason)
+    check_for_cpu(settings)
+    if warning := too_many("GLM53_BACKEND_THREADS", settings.backend_threads, os.sched_getaffinity(0)):
+        log.warning("%s", warning)
+    return cpu.load(settings, checkpoint, note, reason)
+
+
+def check_for_cpu(settings: GpuWorkerSettings) -> None:
+    """Refuses what only a GPU could do.
+
+    Raises:
+        ConfigError: names the setting.
+    """
     if settings.ec_hints not in ("auto", "off"):
         raise ConfigError(
             f"GLM53_EC_HINTS={settings.ec_hints} is for a GPU, which experts are brought to, and this worker computes on the CPU: unset it",
             param="GLM53_EC_HINTS",
         )
-    if warning := too_many("GLM53_BACKEND_THREADS", settings.backend_threads, os.sched_getaffinity(0)):
-        log.warning("%s", warning)
-    return cpu.load(settings, checkpoint, note, reason)
 
 
 def choose(asked: Literal["auto", "cpu", "cuda"], problem: Callable[[], str]) -> tuple[Literal["cpu", "cuda"], str]:

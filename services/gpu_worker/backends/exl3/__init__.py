@@ -1,6 +1,7 @@
 """The backend of a machine with an NVIDIA GPU: stock exllamav3 with its routed experts in host memory.
 
     loader.py     from a checkpoint to a running backend
+    resolve.py    what the settings come to, without torch
     backend.py    streams, prefill, decode
     pages.py      which cache pages belong to which stream
     pass_lock.py  for what has to happen between two passes

@@ -9,7 +9,7 @@ import pathlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,10 +28,10 @@ from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
+from services.gpu_worker.backends.exl3.resolve import resolve_chunk, resolve_context, resolve_hints, resolve_mode, runs_in_step
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.backends.exl3.start_times import StartTimes
 from services.gpu_worker.checkpoint import Checkpoint
-from services.gpu_worker.model_config import TextConfig
 from services.gpu_worker.patches import (
     decode_blocks,
     dispatch,
@@ -49,12 +49,6 @@ log = logging.getLogger(__name__)
 
 Note = Callable[[float, str], None]
 DEVICE = 0  # of those that CUDA_VISIBLE_DEVICES leaves
-DEFAULT_CONTEXT = 32_768
-DEFAULT_CHUNK = 8192
-# Records of a layer that a guess brings ahead. At the recall that is known a step of exact is 1.09 times as quick with them, one of fast
-# 1.03 times at one stream and 0.99 at four (docs/results/gpu_fast.json, hint_*).
-AUTO_HINTS = {"exact": 3, "fast": 0}
-AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one to four streams is 7 to 21 % shorter
 KERNEL_REASONS = {
     "exact": "exact: the decode and prefill kernels are exllamav3's own",
     "fast": "fast: decode steps run where their experts are, with the same bits everywhere; prefill is exllamav3's own",
@@ -96,7 +90,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     times.begin("checks")
     shapes = cpu_arena.expert_shapes(checkpoint)
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
-    in_step = settings.ec_admission == "in_step" or (settings.ec_admission == "auto" and AUTO_IN_STEP)
+    in_step = runs_in_step(settings)
     hints = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
     check_machine(settings, checkpoint, shapes)
     times.begin("arena")
@@ -443,71 +437,3 @@ def keep_heat(name: str, checkpoint_hash: bytes, store: ExpertStore, num_slots: 
 def spread(num_slots: int, num_records: int) -> list[int]:
     """Records for all slots, the same share of every layer."""
     return [slot * num_records // num_slots for slot in range(num_slots)]
-
-
-def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str]:
-    """The mode that is served, and why.
-
-    Args:
-        mode: GLM53_MODE.
-        problem: why decode cannot, or for `auto` should not, run on the integer kernels, or "".
-
-    Raises:
-        ConfigError: a mode that the GPU backend does not have.
-    """
-    if mode == "auto":
-        return ("exact", f"auto: {problem}") if problem else ("fast", "auto: measured faster than exact on this kind of GPU")
-    if mode == "exact":
-        return "exact", "asked for"
-    if mode == "fast":
-        return ("exact", f"fast was asked for and is not possible: {problem}") if problem else ("fast", "asked for")
-    raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast", param="GLM53_MODE")
-
-
-def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> int:
-    """Most records that a hint brings ahead, 0 for no hints.
-
-    Args:
-        asked: GLM53_EC_HINTS.
-        mode: that is served.
-        brings: decode steps copy what is missing before they compute.
-
-    Raises:
-        ConfigError: hints were asked for, and nothing would take them.
-    """
-    if asked == "off" or (asked == "auto" and not brings):
-        return 0
-    if not brings:
-        raise ConfigError(
-            f"GLM53_EC_HINTS={asked} needs decode steps that copy what is missing: GLM53_MODE=fast, or exact with "
-            "GLM53_EC_ADMISSION=in_step; or unset it",
-            param="GLM53_EC_HINTS",
-        )
-    return AUTO_HINTS[mode] if asked == "auto" else int(asked)
-
-
-def resolve_chunk(settings: GpuWorkerSettings) -> int:
-    """Prompt tokens of one pass.
-
-    Raises:
-        ConfigError: less than a page.
-    """
-    if not settings.is_set("chunk_size"):
-        return DEFAULT_CHUNK
-    if settings.chunk_size < PAGE_TOKENS:
-        raise ConfigError(
-            f"GLM53_CHUNK_SIZE={settings.chunk_size} is less than a cache page of {PAGE_TOKENS} tokens: raise it", param="GLM53_CHUNK_SIZE"
-        )
-    return settings.chunk_size
-
-
-def resolve_context(asked: int, cache_tokens: int, config: TextConfig) -> int:
-    """Most tokens of a stream.
-
-    Raises:
-        ConfigError: more than the model or the cache has.
-    """
-    limit, name = min((config.max_position_embeddings, "the checkpoint's max_position_embeddings"), (cache_tokens, "GLM53_CACHE_TOKENS"))
-    if asked > limit:
-        raise ConfigError(f"GLM53_CONTEXT_TOKENS={asked} is more than {name} {limit}: lower it", param="GLM53_CONTEXT_TOKENS")
-    return asked or min(DEFAULT_CONTEXT, limit)
