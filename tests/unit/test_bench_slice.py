@@ -829,10 +829,12 @@ time.sleep(0.5)"""
 
 def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through its loader and with its settings; free VRAM is that of a card of 24 GB, and what it tunes is told."""
-    from services.gpu_worker.backends.exl3 import loader
+    from services.gpu_worker.backends.exl3 import lending, loader
 
     pins, asked = tmp_path / "pins.json", []
-    monkeypatch.setattr(loader, "free_bytes", loader.free_bytes)  # put back afterwards
+    # Put back afterwards.
+    monkeypatch.setattr(loader, "free_bytes", loader.free_bytes)
+    monkeypatch.setattr(lending, "spare_bytes", lending.spare_bytes)
     for name, value in {"get_device_name": lambda _d: "NVIDIA H200", "mem_get_info": lambda _d: (130 << 30, 140 << 30)}.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
@@ -850,5 +852,8 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked[0] == ("slice", str(pins), True, tmp_path, "asked for", (24_564 << 20) - (10 << 30))
     assert (first["tuned"], second["tuned"], second["slots"], second["pins"]) == (True, False, 9, "the setting's file")
     assert second["stages_s"] == {"total": 2.5}
+    for name, value in {"memory_reserved": 5 << 30, "memory_allocated": 3 << 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _d, value=value: value)
+    assert lending.spare_bytes(0) == (24_564 << 20) - (10 << 30) + (2 << 30)  # of the card, not of the device
     assert slice_start.is_second(second)
     assert not slice_start.is_second(first)
