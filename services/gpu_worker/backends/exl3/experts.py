@@ -271,7 +271,7 @@ class ExpertStore:
     # ---- prefill: staging a layer ahead ---------------------------------------------------------------------------------------------
 
     def begin_prefill(self, rows: int) -> None:
-        """A prefill pass is about to run, of so many rows in all its parts; its first layers are staged from now on."""
+        """A prefill pass is about to run, of so many rows in all its parts; its first layer is staged from now on."""
         self._end_staging()
         self._staging_open = True
         if self._on_demand is not None:

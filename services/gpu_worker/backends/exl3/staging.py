@@ -64,7 +64,10 @@ class Staging:
         self._passes = self._bytes = 0
 
     def begin(self, where: Ints, part: int, first: int, parts: int = 2) -> None:
-        """A pass is about to run; its first layers, one for each part, are staged from now on.
+        """A pass is about to run; its first layer is staged from now on.
+
+        The first one alone: what the pass itself copies from the host at its beginning stands behind all records that are on their way in the
+        copy engine, and every kernel behind that.
 
         Args:
             where: [layers, experts], the slot of each record or NONE for the host; none of the parts' slots.
@@ -78,15 +81,17 @@ class Staging:
         self._on_device.copy_(self._tables, non_blocking=True)
         self._tables_read.record()
         self._passes += 1
-        for _ in range(parts):
-            self._stage_next(staging)
+        # Who read these slots before is done with them then; no later layer has to wait for that again.
+        self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
+        self._stage_next(staging)
 
     def enter(self, layer: int) -> None:
         """The layer's kernels come next."""
         staging = self.now
         if staging is None:
             return
-        while staging.next_layer <= layer:
+        # The first layer's experts come behind what the pass copied: from here on there is a layer for each part.
+        while staging.next_layer <= layer or (layer == 0 and staging.next_layer < min(len(staging.first), len(staging.experts))):
             self._stage_next(staging)
         torch.cuda.current_stream(self._table.device).wait_event(staging.staged[layer])
         self._take_tables(layer, _STAGED)
@@ -149,9 +154,7 @@ class Staging:
         if layer >= len(staging.experts):
             return
         staging.next_layer += 1
-        if layer < parts:
-            self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
-        else:
+        if layer >= parts:
             self._copy_stream.wait_event(staging.computed[layer - parts])
         slot, record = staging.first[layer % parts], layer * self._records.num_experts
         with torch.cuda.stream(self._copy_stream):
