@@ -66,7 +66,7 @@ class Staging:
     def begin(self, where: Ints, part: int, first: int, parts: int = 2) -> None:
         """A pass is about to run; its first layer is staged from now on.
 
-        The first one alone: what the pass itself copies from the host at its beginning stands behind all records that are on their way in the
+        The first one alone: what the pass itself copies from the host at its beginning stands behind all records on their way in the
         copy engine, and every kernel behind that.
 
         Args:
