@@ -228,7 +228,7 @@ class GpuWorkerSettings(ServiceSettings):
     otlp_endpoint: OptionalEndpoint = Field(
         "",
         validation_alias="GLM53_OTLP_ENDPOINT",
-        description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs the packages of `make setup-otel`.",
+        description="Where OpenTelemetry spans go (OTLP over HTTP), e.g. http://collector:4318/v1/traces; needs `make setup-otel`.",
     )
     http_address: OptionalAddress = Field(
         "",
