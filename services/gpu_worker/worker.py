@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import os
 import signal
@@ -223,7 +224,9 @@ class Worker:
         metrics.registry.register(MemoryCollector(settings.service, settings.shm_dir))
         engine = EngineLoop(backend, tokens, frozenset(facts.eos_token_ids), limits, metrics)
         self._engine = engine
-        self._engine_thread = threading.Thread(target=engine.run_forever, name="engine", daemon=True)
+        # In the context of the load: what it has set there (Triton's allocator on some GPUs) is the engine's too.
+        run = contextvars.copy_context().run
+        self._engine_thread = threading.Thread(target=run, args=(engine.run_forever,), name="engine", daemon=True)
         self._engine_thread.start()
         self.status.facts = facts
         self.status.note(1.0, "loaded")

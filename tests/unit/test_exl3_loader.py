@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -392,22 +393,51 @@ def test_the_first_configuration_can_be_forced() -> None:
 
 
 def test_exllamav3_is_imported_beside_what_needs_no_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a thread of its own, with its Triton kernels; who imports it next has it, or the reason why nobody can."""
+    """By a thread of its own, without its Triton kernels; who imports it next has it, or the reason why nobody can."""
     (tmp_path / "stock_of_the_test.py").write_text("import threading\nby = threading.current_thread().name\n")
-    (tmp_path / "kernels_of_the_test.py").write_text("raise ImportError('no triton')\n")
+    (tmp_path / "broken_of_the_test.py").write_text("raise ImportError('no extension')\n")
+    (tmp_path / "kernels_of_the_test.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(loader.upstream, "PACKAGE", "stock_of_the_test")
     monkeypatch.setattr(loader.upstream, "TUNED", "kernels_of_the_test")
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    loader.import_beside()
-    for thread in threading.enumerate():
-        if thread.name == "import":
-            thread.join(10)
+    for package in ("stock_of_the_test", "broken_of_the_test"):
+        monkeypatch.setattr(loader.upstream, "PACKAGE", package)
+        loader.import_beside()
+        for thread in threading.enumerate():
+            if thread.name == "import":
+                thread.join(10)
     assert sys.modules.pop("stock_of_the_test").by == "import"
+    assert "kernels_of_the_test" not in sys.modules
     assert raised == []
-    with pytest.raises(ImportError, match="no triton"):
-        importlib.import_module("kernels_of_the_test")
+    with pytest.raises(ImportError, match="no extension"):
+        importlib.import_module("broken_of_the_test")
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_pass_that_does_not_fit_beside_the_staging_slots_runs_without(monkeypatch: pytest.MonkeyPatch, fails: int) -> None:
+    """The slots are gone by then; one that fails without them too is the start's error. Without slots nothing is done twice."""
+    events: list[Any] = []
+    loaded = staging(monkeypatch, events)
+
+    def warm_up(_loaded: Any, chunk: int, max_streams: int) -> None:
+        events.append(("warm", chunk, max_streams))
+        if sum(isinstance(event, tuple) and event[0] == "warm" for event in events) <= fails:
+            raise ConfigError("a pass failed")
+
+    monkeypatch.setattr(loader, "warm_up", warm_up)
+    monkeypatch.setattr(loader, "free_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("emptied"))
+    with pytest.raises(ConfigError) if fails == 2 else contextlib.nullcontext():
+        loader.warm_up_staged(loaded, 4, 512, 8)
+    again = ["emptied", ("warm", 512, 8)] if fails else []
+    assert events[2:] == [("warm", 512, 8), "closed, hook ours", *again]
+    monkeypatch.setattr(loader, "free_bytes", lambda: 0)
+    events.clear()
+    fails = 9
+    with pytest.raises(ConfigError):
+        loader.warm_up_staged(loaded, 4, 512, 8)
+    assert events == [("warm", 512, 8)]
 
 
 def test_records_are_unpinned_when_exllamav3_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,6 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     """
     upstream.check()
     resolve_mode(settings.mode, "")  # before anything slow
-    import_beside()
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
@@ -93,6 +92,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     in_step = runs_in_step(settings)
     hints = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
     check_machine(settings, checkpoint, shapes)
+    import_beside()  # not before: the plan counts the host memory that it takes as still to come
     times.begin("arena")
     arena, arena_reason = cpu.open_arena(settings, checkpoint, shapes, lambda f, what: note(0.05 + 0.55 * f, what))
     note(0.6, "pinning the experts and loading the rest of the model")
@@ -102,8 +102,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     if settings.warm_up:
         note(0.85, "warming up")
         times.begin("warm_up")
-        with staging_slots(loaded, checkpoint.config.num_experts_per_tok, free_bytes()):
-            warm_up(loaded, chunk, settings.max_streams)
+        warm_up_staged(loaded, checkpoint.config.num_experts_per_tok, chunk, settings.max_streams)
         pins.save()
     times.begin("slots")
     reserve, most = (int(size * (1 << 30)) for size in (settings.ec_reserve_gb, settings.ec_elastic_gb))
@@ -205,13 +204,15 @@ def extension() -> Any:
 
 
 def import_beside() -> None:
-    """Begins to import exllamav3, which loads its extension, while another thread opens and pins the arena."""
+    """Begins to import exllamav3, which loads its extension, while another thread opens and pins the arena.
+
+    Not its Triton kernels: importing them sets Triton's allocator on some GPUs, in the context of the thread that does it.
+    """
 
     def run() -> None:
         # Who imports it next waits for this, or fails as this did.
         with contextlib.suppress(Exception):
-            for module in (upstream.PACKAGE, upstream.TUNED):
-                importlib.import_module(module)
+            importlib.import_module(upstream.PACKAGE)
 
     threading.Thread(target=run, name="import", daemon=True).start()
 
@@ -344,8 +345,8 @@ class TritonPins:
 
 
 @contextlib.contextmanager
-def staging_slots(loaded: Loaded, top_k: int, free: int) -> Iterator[None]:
-    """Inside, prefills stage their experts, in slots that are gone afterwards.
+def staging_slots(loaded: Loaded, top_k: int, free: int) -> Iterator[bool]:
+    """Inside, prefills stage their experts, in slots that are gone afterwards; False where there are none.
 
     The real slots take what the warm-up leaves, so there are none yet. Without any, its prefills would read every expert in place, once
     for each tile of rows.
@@ -363,15 +364,33 @@ def staging_slots(loaded: Loaded, top_k: int, free: int) -> Iterator[None]:
         except ConfigError as error:
             log.warning("the warm-up reads experts in place: %s", error)
     if elastic is None:
-        yield
+        yield False
         return
     with Replacements() as into:
         store = make_store(loaded, count, top_k, ExpertOptions(admit=False), into, elastic)
         try:
-            yield
+            yield True
         finally:
             # Before the hooks go: nothing may point at slots when their memory is given back.
             store.close()
+
+
+def warm_up_staged(loaded: Loaded, top_k: int, chunk: int, max_streams: int) -> None:
+    """`warm_up` with `staging_slots`; where a pass does not fit beside them, without.
+
+    Raises:
+        ConfigError: a pass failed without them; names it.
+    """
+    staged = False
+    try:
+        with staging_slots(loaded, top_k, free_bytes()) as staged:
+            warm_up(loaded, chunk, max_streams)
+    except ConfigError as error:
+        if not staged:
+            raise
+        log.warning("the warm-up is done again without slots to stage in: %s", error)
+        torch.cuda.empty_cache()
+        warm_up(loaded, chunk, max_streams)
 
 
 def warm_up(loaded: Loaded, chunk: int, max_streams: int) -> None:
