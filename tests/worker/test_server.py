@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -19,6 +21,7 @@ from services.common import errors
 from services.common.grpc_status import ERROR_METADATA_KEY, error_of
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.common.pb.glm53.worker.v1 import worker_pb2_grpc as pb_grpc
+from services.gpu_worker.backends import cpu
 from tests.worker.harness import PROMPT, Answer, RunningWorker, until
 
 LONG = list(range(40, 2440))
@@ -426,3 +429,22 @@ def test_verify_tiers_finds_everything_whole(worker: RunningWorker) -> None:
     report = worker.stub.VerifyTiers(pb.VerifyTiersRequest())
     assert report.records_checked == 6 * 24  # MoE layers times experts of the shipped configuration
     assert report.records_bad == report.slots_bad == 0
+
+
+def test_the_engine_runs_in_the_context_of_the_load(start_worker: Callable[..., RunningWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend sets there while it loads, as Triton's allocator is set, is there when it computes."""
+    allocator = contextvars.ContextVar("allocator", default="none")
+    seen: list[str] = []
+    load = cpu.load
+
+    def setting(*how: Any) -> Any:
+        backend = load(*how)
+        allocator.set("loaded")
+        prefill = backend.prefill
+        monkeypatch.setattr(backend, "prefill", lambda *args, **options: seen.append(allocator.get()) or prefill(*args, **options))
+        return backend
+
+    monkeypatch.setattr(cpu, "load", setting)
+    assert len(start_worker().generate().ids) == 8
+    assert set(seen) == {"loaded"}
+    assert allocator.get() == "none"
