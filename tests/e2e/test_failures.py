@@ -183,7 +183,9 @@ def test_killing_gpu_worker_ends_the_stream_with_an_error_and_the_arena_is_reuse
     """The open stream ends with an error event and [DONE]; the next worker re-attaches the arena; the next request works."""
     undisturbed = asking.stream(own_stack.url, long_body(own_stack))
     victim = own_stack.pid_of("gpu_worker")
-    got = asking.stream(own_stack.url, long_body(own_stack), on_event=at_event(10, lambda: os.kill(victim, signal.SIGKILL)))
+    # So long that it still runs when a busy machine lets this process see its tenth event.
+    endless = long_body(own_stack, max_tokens=6000)
+    got = asking.stream(own_stack.url, endless, on_event=at_event(10, lambda: os.kill(victim, signal.SIGKILL)))
     assert got.error is not None
     assert got.done
     assert got.finish_reason is None
