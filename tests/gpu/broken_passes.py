@@ -10,15 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
-from bench.backend_info import gpu_info
 from bench.gpu_exact_script import compare
 from services.gpu_worker.backends.base import PassBrokenOff
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
-from tests.gpu.joined_passes import CACHE_TOKENS, CHUNK, Row, decode, flat, prompt_of, read
+from tests.gpu.joined_passes import Row, decode, every_placement, flat, prompt_of, read
 
 LENGTHS = (513, 1000)  # a chunk alone, and one with its tail
 BESIDE = 300  # tokens of the prompt of a stream that goes on meanwhile
@@ -98,27 +96,7 @@ def every_case(backend: Exl3Backend, name: str, lengths: Sequence[int] = LENGTHS
 
 
 def main() -> None:
-    # Late: `every_case` needs no GPU.
-    from services.gpu_worker.backends.exl3 import loader
-    from services.gpu_worker.backends.exl3.experts import ExpertOptions
-    from services.gpu_worker.backends.exl3.placement import PlacementOptions
-    from tests.gpu.shipped_model import backend_of, shipped
-
-    rows: list[Row] = []
-    with shipped("broken", cache_tokens=CACHE_TOKENS, max_streams=2, chunk=CHUNK) as model:
-        count, joined_from = model.num_records, loader.joined_tail_from(model.loaded.model)
-        info = replace(gpu_info(model.checkpoint.config.vocab_size, CACHE_TOKENS, 2, CHUNK), joined_tail_from=joined_from)
-        for on_demand in (False, True):
-            for num_slots in (count // 6, count):
-                options = ExpertOptions(PlacementOptions(admit_after=1), on_demand=on_demand)
-                # With all of them resident nothing is staged.
-                with backend_of(model, num_slots, options, info) as backend:
-                    name = f"{'in_step' if on_demand else 'between_steps'}, {num_slots} of {count} slots"
-                    for row in every_case(backend, name):
-                        sys.stdout.write(json.dumps(row) + "\n")
-                        sys.stdout.flush()
-                        rows.append(row)
-    json.dump({"rows": rows}, sys.stdout)
+    json.dump({"rows": every_placement("broken", every_case)[1]}, sys.stdout)
 
 
 if __name__ == "__main__":

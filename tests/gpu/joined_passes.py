@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -100,15 +100,24 @@ def every_case(backend: Exl3Backend, name: str, lengths: Sequence[int] = LENGTHS
         yield row | {"staged_apart": apart, "staged_joined": joined}
 
 
-def main() -> None:
-    # Late: `every_case` needs no GPU.
+def every_placement(test: str, cases: Callable[[Exl3Backend, str], Iterator[Row]]) -> tuple[int, list[Row]]:
+    """Runs cases over the shipped model with few slots and with all, in both admissions, and prints their rows as they come.
+
+    Args:
+        test: names the arena's folder.
+        cases: rows for a backend and what its placement is called.
+
+    Returns:
+        (tokens from which on a tail is joined, rows).
+    """
+    # Late: the cases themselves need no GPU.
     from services.gpu_worker.backends.exl3 import loader
     from services.gpu_worker.backends.exl3.experts import ExpertOptions
     from services.gpu_worker.backends.exl3.placement import PlacementOptions
     from tests.gpu.shipped_model import backend_of, shipped
 
     rows: list[Row] = []
-    with shipped("joined", cache_tokens=CACHE_TOKENS, max_streams=2, chunk=CHUNK) as model:
+    with shipped(test, cache_tokens=CACHE_TOKENS, max_streams=2, chunk=CHUNK) as model:
         count, joined_from = model.num_records, loader.joined_tail_from(model.loaded.model)
         info = replace(gpu_info(model.checkpoint.config.vocab_size, CACHE_TOKENS, 2, CHUNK), joined_tail_from=joined_from)
         for on_demand in (False, True):
@@ -117,10 +126,15 @@ def main() -> None:
                 # With all of them resident nothing is staged.
                 with backend_of(model, num_slots, options, info) as backend:
                     name = f"{'in_step' if on_demand else 'between_steps'}, {num_slots} of {count} slots"
-                    for row in every_case(backend, name):
+                    for row in cases(backend, name):
                         sys.stdout.write(json.dumps(row) + "\n")
                         sys.stdout.flush()
                         rows.append(row)
+    return joined_from, rows
+
+
+def main() -> None:
+    joined_from, rows = every_placement("joined", every_case)
     json.dump({"joined_tail_from": joined_from, "rows": rows}, sys.stdout)
 
 
