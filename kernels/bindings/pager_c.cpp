@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "bindings/guard.h"
+#include "cuda/device_copy_rates.h"
+#include "cuda/device_driver.h"
 #include "cuda/device_pager.h"
 
 struct Glm53Pager {
@@ -13,6 +15,22 @@ struct Glm53Pager {
 };
 
 using glm53::guarded;
+
+int glm53_pager_cuda_driver(PagerDriver* driver) {
+  return guarded(-1, [&] {
+    *driver = glm53::cuda_driver();
+    return 0;
+  });
+}
+
+int glm53_pager_copy_rates(const PagerSpec* spec, void* compute_stream, uint32_t group, uint64_t budget_ns, double* rates) {
+  return guarded(-1, [&] {
+    const glm53::CopyRates found = glm53::measure_copies(*spec, compute_stream, group, budget_ns);
+    rates[0] = found.engine;
+    rates[1] = found.gather;
+    return 0;
+  });
+}
 
 Glm53Pager* glm53_pager_create(const PagerSpec* spec) {
   return guarded<Glm53Pager*>(nullptr, [&] { return new Glm53Pager{glm53::DevicePager(*spec)}; });

@@ -8,6 +8,7 @@
 //   begin   in an empty slot of the pool that the running step does not read
 //   send    chunk after chunk on the copy stream, each followed by its number in a word; two are under way at most, and none is begun once
 //           the next request is seen: a step's own copies never queue behind more
+//           (always by the copy engine, also where a step's own records are gathered: a gather could not be cut off so soon)
 //   meet    the next step, whichever it is, ends the hint. A picked record is a hit and its addresses are the slot's. When the word has not
 //           reached its last chunk it is finished first: the rest goes onto the copy stream ahead of the step's other copies, and the reply
 //           travels behind it. One that is not picked is gone: whatever comes to its slot next is sent behind its last chunk.

@@ -175,6 +175,8 @@ void DevicePager::start_step(const Step& step, uint64_t pass) {
   end_transit(step.layer);
   heat_.advance(step.layer);
   misses_.clear();
+  gather_.clear();
+  gathered_.clear();
   transit_used_ = passing_ = copies_ = 0;
   coldest_.clear();
   coldest_left_ = 0;
@@ -216,6 +218,7 @@ void DevicePager::choose(const Step& step, uint64_t pass) {
     bring(layer, miss, pass);
   }
   keep_visitors(nullptr, pass);
+  launch_gather(layer, pass);
 }
 
 Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
@@ -233,12 +236,14 @@ Lane DevicePager::bring(uint32_t layer, const Miss& miss, uint64_t pass) {
         point(layer, miss.expert, in_slot(place));
         passing_ += passes;
         ++counters_[passes ? kTransit : kAdmitted];
+        note_gathered(miss.expert, place, passes ? kTransit : kAdmitted);
         return Lane::kAdmit;
       }
     } else if (transit_used_ < spec_.num_transit && copy(record, transit_used_)) {
-      point(layer, miss.expert, in_slot(transit_used_++));
+      point(layer, miss.expert, in_slot(transit_used_));
       in_transit_[layer].push_back(miss.expert);
       ++counters_[kTransit];
+      note_gathered(miss.expert, transit_used_++, kTransit);
       return Lane::kAdmit;
     }
   }
@@ -267,13 +272,27 @@ void DevicePager::drive_out(int32_t slot, uint64_t passes_done) {
 }
 
 bool DevicePager::copy(uint32_t record, uint32_t slot) {
-  const uint8_t* from = spec_.host + record * spec_.record_stride;
+  const MoeCudaCopy one{in_slot(slot), on_host(record)};
+  if (driver_.gather != nullptr) {
+    gather_.push_back(one);
+    ++copies_;
+    return true;
+  }
   for (uint32_t i = 0; i < spec_.link_derate; ++i) {
-    if (!check(driver_.copy_to_device(in_slot(slot), from, spec_.record_stride, spec_.copy_stream))) return false;
+    if (!move(&one, 1)) return false;
   }
   ++copies_;
   sent_ = true;
   counters_[kBytes] += spec_.record_stride;
+  return true;
+}
+
+bool DevicePager::move(const MoeCudaCopy* copies, uint32_t count) {
+  if (driver_.gather != nullptr) return check(driver_.gather(copies, count, spec_.record_stride, spec_.copy_stream));
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint8_t* from = spec_.host + (copies[i].source - spec_.host_on_device);
+    if (!check(driver_.copy_to_device(copies[i].to, from, spec_.record_stride, spec_.copy_stream))) return false;
+  }
   return true;
 }
 

@@ -1,4 +1,5 @@
-// Brings picked records into slots while the device waits: one transfer for every miss, by the copy engine, without the GIL.
+// Brings picked records into slots while the device waits, without the GIL: by the copy engine, one transfer for every miss, or by one
+// gather on the multiprocessors.
 //
 // One layer step, in the order of the compute stream:
 //   1. the picks are copied to pinned memory, the request word is raised;
@@ -15,6 +16,10 @@
 // alone; else, a record that passes, the coldest one's slot all the same, and is the next to leave it; else it is read in place. Slots that
 // wait for what passes are slots less for what stays: one step of one stream needs about two. If a copy cannot be enqueued the record is
 // read in place too, so that every request is answered.
+//
+// The two ways to copy differ in nothing but who moves the bytes. With a gather (PagerDriver) a step's misses are noted while it is decided
+// where each goes, and launched together on the copy stream, ahead of the table and of the reply. If that launch fails, all of them are
+// read in place, as after a copy that fails. Hints stay with the copy engine: their chunks must end soon when a step asks.
 //
 // How far the host may be ahead. A stream takes some thousand launches that wait; the next one blocks in the driver, with locks that the
 // pager's calls need too, and nobody would be left to let the device go on. A step of every layer is more than that, so the stepping thread
@@ -70,6 +75,7 @@ struct FastParts {
     int32_t slot;  // or SlotTable::kNone
     float heat;
     bool in_lane;
+    Lane lane = Lane::kZeroCopy;  // of a miss that is not in_lane: where it is read in the end
   };
   DeviceCosts costs;
   StepForecast forecast;
@@ -195,7 +201,15 @@ class DevicePager {
   void unmask(uint32_t layer);
   void send_records(uint32_t layer);
   Lane bring(uint32_t layer, const Miss& miss, uint64_t pass);
+  // True when the record is on its way, or noted for the step's gather.
   bool copy(uint32_t record, uint32_t slot);
+  // Enqueues copies of whole records, each once; true when all of them are.
+  bool move(const MoeCudaCopy* copies, uint32_t count);
+  // The gather
+  void note_gathered(uint32_t expert, uint32_t slot, Counter counted);
+  // Launches what the step noted, or has it read in place.
+  void launch_gather(uint32_t layer, uint64_t pass);
+  void read_in_place(uint32_t layer, uint64_t pass);
   void reply(uint64_t number);
   bool send_table(uint32_t layer, void* stream);
   void end_transit(uint32_t layer);
@@ -234,6 +248,13 @@ class DevicePager {
   std::vector<std::vector<uint32_t>> in_transit_;  // [layers]: experts whose addresses are a transit slot
   std::vector<uint64_t> seen_;                     // [experts]: number of the step that picked it last
   std::vector<Miss> misses_;
+  // The step's records that wait for its gather: what is copied, and what is to be undone if that fails.
+  struct Gathered {
+    uint32_t expert, slot;
+    Counter counted;
+  };
+  std::vector<MoeCudaCopy> gather_;
+  std::vector<Gathered> gathered_;
   // The step's: what leaves its slot first. Heat stays as it is once the picks are known, so one look at all slots does for every miss.
   std::vector<std::pair<float, int32_t>> coldest_;
   size_t coldest_left_ = 0;  // those before it have left

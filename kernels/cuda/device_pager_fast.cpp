@@ -295,21 +295,25 @@ void DevicePager::fetch(const Step& step, uint64_t pass) {
   const bool admits = f.placement != PAGER_ALL_IN_PLACE;
   weigh_visitors();
   for (auto i = f.order.rbegin(); i != f.order.rend(); ++i) {
-    const FastParts::Entry& entry = f.entries[*i];
+    FastParts::Entry& entry = f.entries[*i];
     if (entry.in_lane) continue;
     const Miss miss{entry.picks.expert, entry.heat};
     if (admits) keep_visitors(&miss, pass);
-    Lane lane = Lane::kZeroCopy;
     if (!admits || (f.placement == PAGER_RANDOM && f.random() % 3 == 0)) {
       ++counters_[kMissed];
       ++counters_[kInPlace];
     } else {
-      lane = bring(step.layer, miss, pass);
+      entry.lane = bring(step.layer, miss, pass);
     }
-    count(lane, entry.picks.count);
-    if (lane == Lane::kZeroCopy) f.stats.bytes_in_place += f.arena.shape(step.layer).record_bytes;
   }
   if (admits) keep_visitors(nullptr, pass);
+  launch_gather(step.layer, pass);
+  for (const uint32_t i : f.order) {
+    const FastParts::Entry& entry = f.entries[i];
+    if (entry.in_lane) continue;
+    count(entry.lane, entry.picks.count);
+    if (entry.lane == Lane::kZeroCopy) f.stats.bytes_in_place += f.arena.shape(step.layer).record_bytes;
+  }
 }
 
 void DevicePager::evict_at_random(uint64_t pass) {
@@ -421,10 +425,9 @@ double DevicePager::time_link() {
   // Nobody reads a transit slot now: the steps before are over, and this one's records are not there yet.
   const uint32_t value = ++fast_->links_timed;
   const uint64_t start_ns = abi_now_ns();
-  for (uint32_t i = 0; i < kProbeCopies; ++i) {
-    const uint8_t* record = spec_.host + (i % (spec_.num_layers * spec_.experts_per_layer)) * spec_.record_stride;
-    if (!check(driver_.copy_to_device(in_slot(0), record, spec_.record_stride, spec_.copy_stream))) return 0;
-  }
+  std::array<MoeCudaCopy, kProbeCopies> copies;
+  for (uint32_t i = 0; i < kProbeCopies; ++i) copies[i] = {in_slot(0), on_host(i % (spec_.num_layers * spec_.experts_per_layer))};
+  if (!move(copies.data(), kProbeCopies)) return 0;
   if (!check(driver_.write_word(spec_.copy_stream, spec_.words_on_device + kScratch * 4, value, kWriteDefault))) return 0;
   while (__atomic_load_n(&spec_.words[kScratch], __ATOMIC_ACQUIRE) != value) {
     if (abi_now_ns() > start_ns + kProbeCopyNs) return 0;

@@ -466,6 +466,9 @@ constexpr Field kLayout[] = {
     FIELD(MoeCudaPublish, rows),
     FIELD(MoeCudaPublish, top_k),
     Field{"MoeCudaPublish.", 0, sizeof(MoeCudaPublish)},
+    FIELD(MoeCudaCopy, to),
+    FIELD(MoeCudaCopy, source),
+    Field{"MoeCudaCopy.", 0, sizeof(MoeCudaCopy)},
 };
 #undef FIELD
 

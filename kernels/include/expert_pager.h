@@ -15,7 +15,10 @@ extern "C" {
 
 typedef struct Glm53Pager Glm53Pager;
 
-/* The driver calls that the pager makes, with the CUDA driver's own meaning; 0 is success. Tests hand in their own. */
+/* The driver calls that the pager makes, with the CUDA driver's own meaning; 0 is success. Tests hand in their own.
+ *
+ * gather is no call of the driver's but moe_cuda_gather of libglm53_cuda, or NULL. Where it is given, the records that a step misses are
+ * copied by one gather instead of by one copy_to_device each; tables, and what hints bring, are copied by copy_to_device all the same. */
 typedef struct PagerDriver {
   int (*context_get)(void** context);
   int (*context_set)(void* context);
@@ -23,6 +26,7 @@ typedef struct PagerDriver {
   int (*copy_to_device)(uint64_t to, const void* from, size_t bytes, void* stream);
   int (*write_word)(void* stream, uint64_t address, uint32_t value, uint32_t flags);
   int (*wait_word)(void* stream, uint64_t address, uint32_t value, uint32_t flags);
+  int (*gather)(const MoeCudaCopy* copies, uint32_t count, uint64_t bytes, void* stream);
 } PagerDriver;
 
 typedef struct PagerSpec {
@@ -43,7 +47,7 @@ typedef struct PagerSpec {
   int64_t* mirror;         /* pinned: as table */
   int64_t* picks;          /* pinned: [num_layers][max_rows * top_k] */
   uint32_t* words; /* pinned, mapped, 256 bytes, zeroed: [0] and [56] raised by the device, [32] and [48] waited for by it, [60] raised
-                      on the copy stream, [16] scratch */
+                      on the copy stream, [16], [24] and [28] scratch */
   uint64_t words_on_device;
   void* copy_stream;
   const PagerDriver* driver; /* NULL: the CUDA driver's */
@@ -97,6 +101,15 @@ enum PagerPlacement {
   PAGER_RANDOM = 4,       /* any lane for any pick, slots emptied at random */
 };
 
+/* The CUDA driver's calls, without a gather. -1 where there is no driver. */
+ABI_API int glm53_pager_cuda_driver(PagerDriver* driver);
+/* How fast records come into slots by copy_to_device and by the gather of the spec's driver, before a pager is made from the spec: the
+ * device must be idle, the slots' bytes are overwritten, and the words must be nobody else's.
+ * Groups of `group` records (at most num_slots) go into the first slots, by both ways in turn, until budget_ns is over; the best time of
+ * each counts, from the first call to the word behind the group. rates: [2], bytes per second, copy_to_device and gather. The first gather
+ * loads its code; the second one runs while compute_stream waits for a word, as it does in a step. -1 when a call fails, or a gather does
+ * not come to its end beside a stream that waits; nothing waits any more then. */
+ABI_API int glm53_pager_copy_rates(const PagerSpec* spec, void* compute_stream, uint32_t group, uint64_t budget_ns, double* rates);
 /* Starts the pager's thread. The calling thread's CUDA context is the one that is used. Everything that the spec names must outlive it. */
 ABI_API Glm53Pager* glm53_pager_create(const PagerSpec* spec);
 /* The same for `fast`; glm53_pager_step is then not to be called. */

@@ -88,6 +88,12 @@ typedef struct MoeCudaPublish {
   uint32_t top_k;  /* 1..MOE_CUDA_MAX_TOP_K */
 } MoeCudaPublish;
 
+/* One range of a gather: device addresses, 16-byte aligned; source is mapped host memory. */
+typedef struct MoeCudaCopy {
+  uint64_t to;
+  uint64_t source;
+} MoeCudaCopy;
+
 /* Kernels, scratch memory and launch sizes for experts of one shape on one device. Steps that use the same handle must be ordered by their
  * streams: they share its scratch memory. */
 typedef struct MoeCudaExperts MoeCudaExperts;
@@ -103,6 +109,10 @@ MOE_API void moe_cuda_destroy(MoeCudaExperts* experts);
 MOE_API int moe_cuda_run(MoeCudaExperts* experts, const MoeCudaStep* step, void* stream);
 MOE_API int moe_cuda_combine(const MoeCudaCombine* combine, void* stream);
 MOE_API int moe_cuda_publish(const MoeCudaPublish* publish, void* stream);
+/* Enqueues a copy of `count` ranges of `bytes` bytes each, read by the multiprocessors: one launch for up to 64 of them, of a block
+ * for every fourth multiprocessor and 32 at most, so that kernels of other streams keep theirs. The sources must not change meanwhile. The
+ * first call in a process loads the kernel's code: nothing on the device may be waiting for this thread then. */
+MOE_API int moe_cuda_gather(const MoeCudaCopy* copies, uint32_t count, uint64_t bytes, void* stream);
 /* Measurements: the way from the device to the host and back. request and reply are words of mapped host memory, in cache lines of their
  * own, with other values than the rounds': round i has the number first + i. A round that takes longer than limit_ns ends everything.
  *

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from kernels.python import expert, lib
@@ -79,6 +80,12 @@ class PublishArguments(ctypes.Structure):
         ("rows", ctypes.c_uint32),
         ("top_k", ctypes.c_uint32),
     ]
+
+
+class CopyRange(ctypes.Structure):
+    """MoeCudaCopy."""
+
+    _fields_ = [("to", ctypes.c_uint64), ("source", ctypes.c_uint64)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,6 +265,23 @@ def publish(
         raise ValueError(library.moe_cuda_last_error().decode())
 
 
+def gather(copies: Sequence[tuple[int, int]], num_bytes: int, *, stream: int = 0) -> None:
+    """Enqueues a copy of ranges of num_bytes bytes each, from mapped host memory into VRAM, read by the multiprocessors.
+
+    copies: (to, source), device addresses, 16-byte aligned. The first call in a process loads the kernel's code: nothing on the device may
+    be waiting for this thread then.
+    Raises ValueError naming the argument.
+    """
+    library = _signatures()
+    ranges = (CopyRange * len(copies))(*(CopyRange(to, source) for to, source in copies))
+    _check(library, library.moe_cuda_gather(ranges, len(copies), num_bytes, stream))
+
+
+def gather_function() -> int:
+    """The address of moe_cuda_gather, for a pager (`pager.gather_driver`)."""
+    return ctypes.cast(_signatures().moe_cuda_gather, ctypes.c_void_p).value or 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Words:
     """Measurements: two words of mapped host memory, by which the device and the host go through numbered rounds (moe_cuda.h).
@@ -345,6 +369,7 @@ def _signatures() -> ctypes.CDLL:
         "moe_cuda_run": ([pointer, pointer, pointer], ctypes.c_int),
         "moe_cuda_combine": ([pointer, pointer], ctypes.c_int),
         "moe_cuda_publish": ([pointer, pointer], ctypes.c_int),
+        "moe_cuda_gather": ([pointer, number, ctypes.c_uint64, pointer], ctypes.c_int),
         "moe_cuda_spin_rounds": ([pointer, pointer, pointer, pointer, number, number, ctypes.c_uint64, pointer], ctypes.c_int),
         "moe_cuda_stamp": ([pointer, pointer, number, pointer], ctypes.c_int),
         "moe_cuda_answer_rounds": ([pointer, pointer, number, number, ctypes.c_uint64], ctypes.c_int),
@@ -358,6 +383,11 @@ def _signatures() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = argument_types
         function.restype = result_type
-    layouts = {"MoeCudaStep": StepArguments, "MoeCudaCombine": CombineArguments, "MoeCudaPublish": PublishArguments}
+    layouts = {
+        "MoeCudaStep": StepArguments,
+        "MoeCudaCombine": CombineArguments,
+        "MoeCudaPublish": PublishArguments,
+        "MoeCudaCopy": CopyRange,
+    }
     expert.check_layout(library.moe_cuda_struct_layout().decode(), layouts)
     return library

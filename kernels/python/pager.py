@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kernels.python import shm_lib
+from kernels.python.cuda_expert import CopyRange
 from kernels.python.errors import raise_last
 
 WORDS_BYTES = 256
@@ -18,13 +19,14 @@ CATCH_UP_S = 45.0  # for the device to come to a decode step, a prefill may be b
 
 
 class PagerDriver(ctypes.Structure):
-    """The driver calls that the pager makes."""
+    """The driver calls that the pager makes. With a gather the records that a step misses are copied by it, else by the copy engine."""
 
     CONTEXT_GET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
     CONTEXT_SET = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     COPY_TO_HOST = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     COPY_TO_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     WORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+    GATHER = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(CopyRange), ctypes.c_uint32, ctypes.c_uint64, ctypes.c_void_p)
     _fields_ = [
         ("context_get", CONTEXT_GET),
         ("context_set", CONTEXT_SET),
@@ -32,6 +34,7 @@ class PagerDriver(ctypes.Structure):
         ("copy_to_device", COPY_TO_DEVICE),
         ("write_word", WORD),
         ("wait_word", WORD),
+        ("gather", GATHER),
     ]
 
 
@@ -282,12 +285,48 @@ def _spec(layout: PagerLayout, offsets: npt.NDArray[np.int64], policy: PagerPoli
     )
 
 
+def gather_driver(gather: int) -> PagerDriver:
+    """The CUDA driver's calls and a gather. gather: the address of moe_cuda_gather (`cuda_expert.gather_function`).
+
+    Raises KernelError without a driver.
+    """
+    library, driver = load(), PagerDriver()
+    if library.glm53_pager_cuda_driver(ctypes.byref(driver)) != 0:
+        raise_last(library)
+    driver.gather = PagerDriver.GATHER(gather)
+    return driver
+
+
+def copy_rates(
+    layout: PagerLayout,
+    offsets: npt.NDArray[np.int64],
+    driver: PagerDriver,
+    *,
+    compute_stream: int,
+    group: int,
+    budget_s: float,
+) -> tuple[float, float]:
+    """Bytes per second at which groups of records come into slots: (by the copy engine, by the driver's gather).
+
+    Before a pager is made of `layout`: the device must be idle, and the first `group` slots are overwritten. Waits for budget_s, longer
+    only where four groups take longer. compute_stream: waits for a word while a gather runs, as it does in a step.
+    Raises KernelError when a call fails or a gather does not run beside a stream that waits, ValueError when there is nothing to copy.
+    """
+    library, rates = load(), (ctypes.c_double * 2)()
+    spec = _spec(layout, np.ascontiguousarray(offsets, np.int64), PagerPolicy(), driver)
+    if library.glm53_pager_copy_rates(ctypes.byref(spec), compute_stream, group, round(budget_s * 1e9), rates) != 0:
+        raise_last(library)
+    return float(rates[0]), float(rates[1])
+
+
 def load() -> Any:
     """The kernels' library with the signatures of every glm53_pager_* function."""
     library = shm_lib.load()
     if library.glm53_pager_create.argtypes is None:
         pointer, u32, u64, real = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_double
         signatures: dict[str, tuple[list[Any], Any]] = {
+            "glm53_pager_cuda_driver": ([pointer], ctypes.c_int),
+            "glm53_pager_copy_rates": ([pointer, pointer, u32, u64, pointer], ctypes.c_int),
             "glm53_pager_create": ([pointer], pointer),
             "glm53_pager_step": ([pointer, u32, u32, u64, pointer], ctypes.c_int),
             "glm53_pager_ask": ([pointer, u32, u32, u64, pointer], ctypes.c_int),

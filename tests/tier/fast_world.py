@@ -62,10 +62,11 @@ class FastWorld:
         policy: PagerPolicy | None = None,
         timeout_ms: int = PATIENT_MS,
         heartbeat_ms: int = 0,
+        gathers: bool = False,
     ) -> None:
         arena = made.arena
         stride = arena.record(0, 1).ctypes.data - arena.record(0, 0).ctypes.data
-        self.gpu = SimulatedGpu(seed, stride)
+        self.gpu = SimulatedGpu(seed, stride, gathers=gathers)
         self.kernels = FastKernels(self.gpu, [arena.shape(layer) for layer in range(LAYERS)])
         self.rng = np.random.default_rng(seed)
         self.oracle = Oracle(arena)

@@ -28,19 +28,24 @@ DEADLINE_S = 90.0
 class SimulatedGpu:
     """Two streams. A thread takes the head of one or the other at random; a wait that does not hold keeps its stream standing."""
 
-    def __init__(self, seed: int, record_bytes: int) -> None:
+    def __init__(self, seed: int, record_bytes: int, *, gathers: bool = False) -> None:
         self._record_bytes = record_bytes
+        self.one_queue = (
+            False  # what the copy stream is given stands behind the compute stream's, as where the hardware has one queue for both
+        )
+        self.launches: list[list[tuple[int, int]]] = []  # of gathers: (to, source) of each
         self._random = random.Random(seed)
         self._lock = threading.Condition()
         self._streams: dict[int, deque[tuple[str, Callable[[], Any]]]] = {COMPUTE: deque(), COPY: deque()}
         self._stop = False
         self._held: set[int] = set()
         self.refuse_copies = False
-        # What the driver was asked for, "copy" or "word" and an address on the device: True has it refused.
+        # What the driver was asked for, "copy", "gather" or "word" and an address on the device: True has it refused.
         self.refuse: Callable[[str, int], bool] = lambda _kind, _address: False
         self.problems: list[str] = []
         self.copied = 0  # records
-        self.asked: list[tuple[str, int, int]] = []  # copies to the device and words: (kind, address, bytes or value), in order
+        # Copies to the device, ranges of gathers and words: (kind, address, bytes or value), in order
+        self.asked: list[tuple[str, int, int]] = []
         self.driver = PagerDriver(
             PagerDriver.CONTEXT_GET(lambda _out: 0),
             PagerDriver.CONTEXT_SET(lambda _context: 0),
@@ -50,6 +55,7 @@ class SimulatedGpu:
             PagerDriver.COPY_TO_DEVICE(self._copy_to_device),
             PagerDriver.WORD(self._write_word),
             PagerDriver.WORD(lambda stream, at, value, _flags: self.enqueue(stream, "wait", lambda: int(word(at)[0]) >= value)),
+            PagerDriver.GATHER(self._gather) if gathers else PagerDriver.GATHER(),
         )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -64,6 +70,23 @@ class SimulatedGpu:
         self.enqueue(stream, "run", lambda: ctypes.memmove(to, source, half))
         return self.enqueue(stream, "run", lambda: ctypes.memmove(to + half, source + half, size - half))
 
+    def _gather(self, copies: Any, count: int, size: int, stream: int) -> int:
+        ranges = [(int(copies[i].to), int(copies[i].source)) for i in range(count)]
+        if self.refuse_copies or any(self.refuse("gather", to) for to, _source in ranges):
+            return -1
+        self.launches.append(ranges)
+        self.asked += [("gather", to, size) for to, _source in ranges]
+        self.copied += count
+        half = size // 2
+
+        def part(first: int, length: int) -> None:
+            for to, source in ranges:
+                ctypes.memmove(to + first, source + first, length)
+
+        # Of every range one half after the other: a reader in between would see torn records.
+        self.enqueue(stream, "run", lambda: part(0, half))
+        return self.enqueue(stream, "run", lambda: part(half, size - half))
+
     def _write_word(self, stream: int, at: int, value: int, _flags: int) -> int:
         if self.refuse("word", at):
             return 700
@@ -72,7 +95,7 @@ class SimulatedGpu:
 
     def enqueue(self, stream: int, kind: str, action: Callable[[], Any]) -> int:
         with self._lock:
-            self._streams[stream].append((kind, action))
+            self._streams[COMPUTE if self.one_queue else stream].append((kind, action))
             self._lock.notify_all()
         return 0
 

@@ -22,9 +22,18 @@ OFFSETS = np.array([[0, 64, 128, 192]] * LAYERS, np.int64)
 class World:
     layers, experts, top_k = LAYERS, EXPERTS, TOP_K
 
-    def __init__(self, seed: int, num_slots: int, num_transit: int, policy: PagerPolicy | None = None, num_passing: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_slots: int,
+        num_transit: int,
+        policy: PagerPolicy | None = None,
+        num_passing: int = 0,
+        *,
+        gathers: bool = False,
+    ) -> None:
         self.offsets = np.repeat(OFFSETS[:1], self.layers, axis=0)
-        self.gpu = SimulatedGpu(seed, STRIDE)
+        self.gpu = SimulatedGpu(seed, STRIDE, gathers=gathers)
         self.host = np.random.default_rng(seed).integers(0, 256, (self.layers * self.experts, STRIDE), np.uint8)
         self.slots = np.zeros((max(num_slots, 1), STRIDE), np.uint8)
         self.table = np.zeros((self.layers, OFFSETS.shape[1], self.experts), np.int64)
@@ -32,7 +41,7 @@ class World:
         self.picks = np.zeros((self.layers, ROWS * self.top_k), np.int64)
         self.words = np.zeros(WORDS_BYTES, np.uint8)
         self.hint_ids = np.zeros((self.layers, ROWS * HINT_WIDTH), np.int64)
-        layout = PagerLayout(
+        self.layout = layout = PagerLayout(
             self.layers,
             self.experts,
             num_slots,
@@ -91,12 +100,16 @@ class World:
         self.gpu.close()
 
 
+@pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("num_passing", [0, 3])
 @pytest.mark.parametrize(("num_slots", "num_transit"), [(0, 0), (1, 0), (3, 3), (6, 2), (20, 4), (LAYERS * EXPERTS, 0)])
-def test_kernels_read_the_right_bytes_in_every_order_of_the_streams(num_slots: int, num_transit: int, num_passing: int) -> None:
-    """Copies, tables, requests and replies run as late as their streams let them: no kernel reads a record that is not wholly there."""
+def test_kernels_read_the_right_bytes_in_every_order_of_the_streams(
+    num_slots: int, num_transit: int, num_passing: int, gathers: bool
+) -> None:
+    """Copies or gathers, tables, requests and replies run as late as their streams let them: no kernel reads a record that is not wholly
+    there."""
     draw = random.Random(num_slots)
-    world = World(num_slots, num_slots, num_transit, num_passing=num_passing)
+    world = World(num_slots, num_slots, num_transit, num_passing=num_passing, gathers=gathers)
     try:
         for step in range(60):
             world.decode(draw, draw.randint(1, ROWS))
