@@ -342,6 +342,18 @@ def why_not(shape: ExpertShape) -> str | None:
     return None if library.moe_cuda_shape_check(ctypes.byref(shape)) == 0 else library.moe_cuda_last_error().decode()
 
 
+def why_not_on(capability: str) -> str:
+    """Why the library's kernels cannot run on a GPU of a compute capability such as 90, or "".
+
+    Raises KernelsMissingError when the library is built and does not load.
+    """
+    if not is_built():
+        return "libglm53_cuda.so is not built here: `make kernels` builds it where nvcc is"
+    if capability in architectures():
+        return ""
+    return f"libglm53_cuda.so has machine code for compute capabilities {', '.join(architectures())}, this GPU has {capability}"
+
+
 def architectures() -> list[str]:
     """Compute capabilities that the library has machine code for, such as "90"."""
     text: bytes = _signatures().moe_cuda_architectures()

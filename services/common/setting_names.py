@@ -50,6 +50,7 @@ PREFIXED: frozenset[str] = frozenset(
         "GLM53_DEVICE",
         "GLM53_EC_ADMISSION",
         "GLM53_EC_ADMIT_AFTER",
+        "GLM53_EC_COPY",
         "GLM53_EC_ELASTIC_GB",
         "GLM53_EC_HINTS",
         "GLM53_EC_MAX_SLOTS",

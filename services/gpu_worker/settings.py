@@ -156,6 +156,12 @@ class GpuWorkerSettings(ServiceSettings):
         validation_alias="GLM53_EC_ADMISSION",
         description="On a GPU: a missing expert is copied into a slot in the step that picked it, or read in place and copied after it.",
     )
+    ec_copy: Literal["auto", "engine", "gather"] = Field(
+        "auto",
+        validation_alias="GLM53_EC_COPY",
+        description="On a GPU, where missing experts are copied in the step: by the copy engine, or by a gather on the multiprocessors."
+        " auto: measured at start, the gather where it is at least 3 % faster.",
+    )
     ec_hints: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=MOST_HINTS)] = Field(
         "auto",
         validation_alias="GLM53_EC_HINTS",

@@ -230,6 +230,7 @@ def test_a_gpu_is_wanted_where_it_was_installed_for(device: str, monkeypatch: py
         ({"GLM53_CHUNK_SIZE": "100"}, "GLM53_CHUNK_SIZE=100 is less than a cache page"),
         ({"GLM53_CONTEXT_TOKENS": "4096", "GLM53_CACHE_TOKENS": "1024"}, "GLM53_CONTEXT_TOKENS=4096 is more than GLM53_CACHE_TOKENS 1024"),
         ({"GLM53_MODE": "exact", "GLM53_EC_ADMISSION": "between_steps", "GLM53_EC_HINTS": "3"}, "GLM53_EC_HINTS=3 needs decode steps"),
+        ({"GLM53_MODE": "exact", "GLM53_EC_ADMISSION": "between_steps", "GLM53_EC_COPY": "gather"}, "GLM53_EC_COPY=gather needs decode"),
     ],
 )
 def test_settings_that_a_gpu_does_not_take_are_refused(

@@ -139,7 +139,7 @@ def immediate(driver: pager_base.ImmediateDriver, monkeypatch: pytest.MonkeyPatc
     real: Any = FastPager
     monkeypatch.setattr(fast, "CudaExperts", FakeKernels)
     monkeypatch.setattr(cuda_expert, "step_functions", lambda: kernels.functions)
-    monkeypatch.setattr(fast, "FastPager", lambda *arguments: real(*arguments, driver=driver.table))
+    monkeypatch.setattr(fast, "FastPager", lambda *arguments: real(*arguments[:-1], driver=arguments[-1] or driver.table))
     monkeypatch.setattr(fast, "pinned", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     monkeypatch.setattr(fast, "MappedRegion", lambda region, _records: types.SimpleNamespace(on_device=region.address, close=lambda: None))
     monkeypatch.setattr(

@@ -67,7 +67,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ImmediateDriver:
     monkeypatch.setattr(base.FakeStream, "cuda_stream", 1, raising=False)
     monkeypatch.setattr(base.FakeStream, "synchronize", lambda _self: None, raising=False)
     monkeypatch.setattr(on_demand, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
-    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: real_pager(layout, offsets, policy, driver.table))
+    # A gather's driver is the test's own too.
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy, own: real_pager(layout, offsets, policy, own or driver.table))
     monkeypatch.setattr(base.FakeRecords, "base", property(lambda self: self.host.data_ptr()), raising=False)
     monkeypatch.setattr(base.FakeRecords, "device_base", property(lambda self: self.host.data_ptr()), raising=False)
     monkeypatch.setattr(base.FakeRecords, "on_device", lambda _self, pinned: pinned.data_ptr(), raising=False)
@@ -196,7 +197,7 @@ class CallsOnly:
 def test_a_hint_stands_between_the_halves_of_a_step(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """ask, the guess's kernels, the hint for the layer after, wait; without a guess no hint, and the device waits even where one fails."""
     calls: list[Any] = []
-    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly(calls))
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy, driver: CallsOnly(calls))
     world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
     picks, ids = torch.tensor([[0, 1, 2, 3]] * 2), torch.zeros((2, 6), dtype=torch.int64)
 
@@ -224,7 +225,7 @@ def test_a_hint_stands_between_the_halves_of_a_step(driver: ImmediateDriver, mon
 def test_layer_by_layer_every_step_is_answered_before_the_next_call(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the wait, for as long as it is wanted; a device that does not come is a lost one."""
     calls: list[Any] = []
-    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly(calls))
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy, driver: CallsOnly(calls))
     world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
     picks = torch.tensor([[0, 1, 2, 3]])
     world.store.layer_by_layer(True)
@@ -249,7 +250,7 @@ def test_a_step_that_the_device_does_not_take_loses_the_backend(
     driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """Whichever call it is: a refusal, or a device that the host would have waited for in vain. Further passes would wait as long."""
-    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy: CallsOnly([]))
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy, driver: CallsOnly([]))
     world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2)))
     if call != "step":
         world.store.hint_from(lambda _layer, _rows: torch.zeros(1, 4, dtype=torch.int64))

@@ -49,6 +49,11 @@ def check_for_cpu(settings: GpuWorkerSettings) -> None:
             f"GLM53_EC_HINTS={settings.ec_hints} is for a GPU, which experts are brought to, and this worker computes on the CPU: unset it",
             param="GLM53_EC_HINTS",
         )
+    if settings.ec_copy == "gather":
+        raise ConfigError(
+            "GLM53_EC_COPY=gather is for a GPU, whose multiprocessors would read experts, and this worker computes on the CPU: unset it",
+            param="GLM53_EC_COPY",
+        )
 
 
 def choose(asked: Literal["auto", "cpu", "cuda"], problem: Callable[[], str]) -> tuple[Literal["cpu", "cuda"], str]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from kernels.python.pager import HintCounters, PagerPolicy
 from services.gpu_worker.backends.base import BackendLostError, PassBrokenOff, VerifyReport
+from services.gpu_worker.backends.exl3 import copy_way
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
@@ -53,6 +54,7 @@ class ExpertOptions:
     stage_parts: int = 2  # layers whose missing experts have slots at a time in a staged prefill
     on_demand: bool = False  # copy misses within the step
     pager: PagerPolicy = field(default_factory=PagerPolicy)
+    copy: copy_way.Asked = "engine"  # how misses are copied within the step; auto: the faster one, measured when the store is made
     fast: FastSetup | None = None  # decode on the integer kernels, with the CPU lane; needs no `on_demand`
 
 
@@ -104,10 +106,10 @@ class ExpertStore:
         # Where the tables point: a slot, or NONE for the host. The tensors follow only when they are read.
         self._where = np.full((records.num_layers, records.num_experts), NONE, np.int64)
         self._tensors = ExpertTensors(records, layers, self._slots)
-        self._copy_stream = torch.cuda.Stream(table.device)
+        self._copy_stream = copy_way.make_stream(table.device, self.options.copy)
         self._fast: FastSteps | None = None
         self._on_demand: OnDemand | None = None
-        memory = (records, table, self._slots, DECODE_ROWS, top_k, self._copy_stream, self.options.pager)
+        memory = (records, table, self._slots, DECODE_ROWS, top_k, self._copy_stream, self.options.pager, self.options.copy)
         if self.options.fast is not None:
             self._on_demand = self._fast = FastSteps(self.options.fast, *memory)
         elif self.options.on_demand and num_slots:
@@ -463,6 +465,7 @@ class ExpertStore:
             "slots_used": int(np.count_nonzero(pager.where() != NONE)),
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
+            **pager.copy_way.stats(),
             **hint_stats(pager.hint_counters()),
             **(self._fast.stats() if self._fast is not None else {}),
             **(self._elastic.stats() if self._elastic is not None else {}),

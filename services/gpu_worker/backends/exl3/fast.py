@@ -25,9 +25,10 @@ from kernels.python.cuda_expert import CudaExperts
 from kernels.python.errors import KernelError
 from kernels.python.expert import ExpertShape
 from kernels.python.fast_pager import FastLayout, FastOptions, FastPager, Forced
-from kernels.python.pager import PagerLayout, PagerPolicy
+from kernels.python.pager import PagerDriver, PagerLayout, PagerPolicy
 from kernels.python.region import Region
 from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.exl3 import copy_way
 from services.gpu_worker.backends.exl3.first_launches import FirstLaunches
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
 from services.gpu_worker.backends.exl3.records import PinnedRecords
@@ -58,14 +59,11 @@ def why_not(shapes: Sequence[ExpertShape], capability: str) -> str:
         shapes: of every layer's experts.
         capability: the GPU's compute capability without its dot, such as 90.
     """
-    if not cuda_expert.is_built():
-        return "libglm53_cuda.so is not built here: `make kernels` builds it where nvcc is"
-    if capability not in cuda_expert.architectures():
-        known = ", ".join(cuda_expert.architectures())
-        return f"the integer kernels have machine code for compute capabilities {known}, this GPU has {capability}"
+    if problem := cuda_expert.why_not_on(capability):
+        return problem
     for layer, shape in enumerate(shapes):
-        if problem := cuda_expert.why_not(shape):
-            return f"experts of MoE layer {layer}: {problem}"
+        if lack := cuda_expert.why_not(shape):
+            return f"experts of MoE layer {layer}: {lack}"
     return ""
 
 
@@ -107,6 +105,7 @@ class FastSteps(OnDemand):
         top_k: int,
         copy_stream: Any,
         policy: PagerPolicy | None = None,
+        copy: copy_way.Asked = "engine",
     ) -> None:
         self._setup = setup
         device, hidden = table.device, records.shapes[0].hidden
@@ -120,9 +119,9 @@ class FastSteps(OnDemand):
         self._rows_at = pinned((1,), torch.int64)
         self._no_weights = torch.zeros((max_rows, top_k), dtype=torch.float16, device=device)
         self._region = MappedRegion(setup.region, records) if setup.region is not None else None
-        super().__init__(records, table, slots, max_rows, top_k, copy_stream, policy)
+        super().__init__(records, table, slots, max_rows, top_k, copy_stream, policy, copy)
 
-    def _start(self, layout: PagerLayout, records: PinnedRecords, policy: PagerPolicy | None) -> FastPager:
+    def _start(self, layout: PagerLayout, records: PinnedRecords, policy: PagerPolicy | None, driver: PagerDriver | None) -> FastPager:
         handles = [self._kernels_for(shape).handle for shape in records.shapes]
         fast = FastLayout(
             records_device=self._addresses.data_ptr(),
@@ -148,7 +147,7 @@ class FastSteps(OnDemand):
             options = replace(options, costs=replace(options.costs, kernel_a_us=fixed, kernel_b_us=each))
             log.info("the GPU's expert kernels take %.1f us a step and %.1f us an expert in VRAM", fixed, each)
         functions = cuda_expert.step_functions()
-        return FastPager(layout, records.offsets, fast, records.arena, self._setup.region, handles, functions, options, policy)
+        return FastPager(layout, records.offsets, fast, records.arena, self._setup.region, handles, functions, options, policy, driver)
 
     def _kernels_for(self, shape: ExpertShape) -> CudaExperts:
         key = bytes(shape)

@@ -20,7 +20,7 @@ from kernels.python.pager import PagerPolicy
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, cpu, cpu_arena
 from services.gpu_worker.backends.base import BackendInfo
-from services.gpu_worker.backends.exl3 import fast_setup, heat_file, joined, lending
+from services.gpu_worker.backends.exl3 import copy_way, fast_setup, heat_file, joined, lending
 from services.gpu_worker.backends.exl3 import plan as plans
 from services.gpu_worker.backends.exl3.backend import Exl3Backend
 from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertOptions, ExpertStore
@@ -28,7 +28,14 @@ from services.gpu_worker.backends.exl3.heat_file import HeatKeeper
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords
-from services.gpu_worker.backends.exl3.resolve import resolve_chunk, resolve_context, resolve_hints, resolve_mode, runs_in_step
+from services.gpu_worker.backends.exl3.resolve import (
+    resolve_chunk,
+    resolve_context,
+    resolve_copy,
+    resolve_hints,
+    resolve_mode,
+    runs_in_step,
+)
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.backends.exl3.start_times import StartTimes
 from services.gpu_worker.checkpoint import Checkpoint
@@ -91,6 +98,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
     in_step = runs_in_step(settings)
     hints = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
+    copy = resolve_copy(settings.ec_copy, brings=mode == "fast" or in_step)
+    copy_way.check(copy)
     check_machine(settings, checkpoint, shapes)
     import_beside()  # not before: the plan counts the host memory that it takes as still to come
     times.begin("arena")
@@ -114,6 +123,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
         PlacementOptions(admit_after=settings.ec_admit_after),
         on_demand=in_step,
         pager=PagerPolicy(admit_after=settings.ec_admit_after, hint_records=0 if slots == loaded.records.num_records else hints),
+        copy=copy,
         fast=fast_setup.make(settings, arena, checkpoint.config.num_experts_per_tok) if mode == "fast" else None,
     )
     elastic = lending.make(slots, loaded.records.stride, DEVICE, most=most, reserve=reserve) if lends else None

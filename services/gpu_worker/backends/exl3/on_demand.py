@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.python.errors import KernelError
-from kernels.python.pager import HINT_WIDTH, WORDS_BYTES, HintCounters, Pager, PagerCounters, PagerLayout, PagerPolicy
+from kernels.python.pager import HINT_WIDTH, WORDS_BYTES, HintCounters, Pager, PagerCounters, PagerDriver, PagerLayout, PagerPolicy
 from services.gpu_worker.backends.base import BackendLostError
+from services.gpu_worker.backends.exl3 import copy_way
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.patches.dispatch import EarlyPicks
 
@@ -35,11 +36,16 @@ class OnDemand:
         top_k: picks of a row.
         copy_stream: where records are copied.
         policy: of the cache.
+        copy: how records come into slots; `auto` measures it here.
 
     Attributes:
+        copy_way: what that came to.
         layer_by_layer: every layer of a decode step is answered before anything behind it is enqueued. For passes in which the forward
             pass may wait for the device inside the driver, as it does where a kernel is used for the first time: the pager's calls can
             need what such a wait holds.
+
+    Raises:
+        ConfigError: a gather was asked for and cannot run here.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class OnDemand:
         top_k: int,
         copy_stream: Any,
         policy: PagerPolicy | None = None,
+        copy: copy_way.Asked = "engine",
     ) -> None:
         # With a slot for every record nothing passes through.
         some = slots.shape[0] // 8 if slots.shape[0] < records.num_records else 0
@@ -86,10 +93,11 @@ class OnDemand:
             hints_address=self._hints.data_ptr() if self._hints is not None else 0,
             num_passing=min(PASSING, some - self.num_transit),
         )
-        self._pager = self._start(layout, records, policy)
+        self.copy_way = copy_way.choose(copy, layout, records.offsets, self._stream)
+        self._pager = self._start(layout, records, policy, self.copy_way.driver)
 
-    def _start(self, layout: PagerLayout, records: PinnedRecords, policy: PagerPolicy | None) -> Pager:
-        return Pager(layout, records.offsets, policy)
+    def _start(self, layout: PagerLayout, records: PinnedRecords, policy: PagerPolicy | None, driver: PagerDriver | None) -> Pager:
+        return Pager(layout, records.offsets, policy, driver)
 
     def step(self, layer: int, rows: int, selected: torch.Tensor) -> None:
         """Enqueues request and wait of a layer step behind its router, and between them the hint for the next layer.

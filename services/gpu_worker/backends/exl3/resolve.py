@@ -27,6 +27,7 @@ def check(settings: GpuWorkerSettings) -> None:
     resolve_chunk(settings)
     if settings.mode == "exact":
         resolve_hints(settings.ec_hints, "exact", brings=runs_in_step(settings))
+        resolve_copy(settings.ec_copy, brings=runs_in_step(settings))
 
 
 def runs_in_step(settings: GpuWorkerSettings) -> bool:
@@ -73,6 +74,27 @@ def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> int:
             param="GLM53_EC_HINTS",
         )
     return AUTO_HINTS[mode] if asked == "auto" else int(asked)
+
+
+def resolve_copy(asked: Literal["auto", "engine", "gather"], *, brings: bool) -> Literal["auto", "engine", "gather"]:
+    """How steps copy what is missing; the copy engine where none does.
+
+    Args:
+        asked: GLM53_EC_COPY.
+        brings: decode steps copy what is missing before they compute.
+
+    Raises:
+        ConfigError: a gather was asked for, and no step would make one.
+    """
+    if brings:
+        return asked
+    if asked == "gather":
+        raise ConfigError(
+            "GLM53_EC_COPY=gather needs decode steps that copy what is missing: GLM53_MODE=fast, or exact with "
+            "GLM53_EC_ADMISSION=in_step; or unset it",
+            param="GLM53_EC_COPY",
+        )
+    return "engine"
 
 
 def resolve_chunk(settings: GpuWorkerSettings) -> int:
