@@ -15,6 +15,7 @@ from bench.kept_rows import Row, Rows, reasons
 
 STREAMS = (1, 2, 4, 8)
 THREE_PARTS = "in_step_three_parts"  # prefills stage three layers at a time
+GATHER = "gather"
 # ms a step of stock 1.5.1's CPU split as it was measured before (15 threads): slower by more than SLOW, and the run is of no use.
 STOCK_MS = {1: 23.3, 2: 36.0, 4: 79.5}
 SLOW = 1.15
@@ -43,6 +44,8 @@ class Mode:
 MODES = (
     Mode("between_steps", "share", {}),
     Mode("in_step", "share", {"on_demand": True}),
+    # As in_step, but a layer's misses come by one kernel instead of by the copy engine.
+    Mode(GATHER, "share", {"on_demand": True, "copy": "gather"}),
     Mode(THREE_PARTS, "share", {"on_demand": True, "stage_parts": 3}),
     # Nothing is read in place, and every miss is copied twice: as over a link of half the rate.
     Mode("in_step_half_link", "share", {"on_demand": True}, link_derate=2),
@@ -112,6 +115,7 @@ _EXPECTED_MS = {
     "between_steps": {1: 16, 2: 28, 4: 52, 8: 95},
     "in_step": {1: 16, 2: 28, 4: 52, 8: 95},
     "in_step_half_link": {1: 27},
+    GATHER: {1: 17, 4: 55},
     "in_place": {1: 27},
     "stock": {1: 23, 2: 36, 4: 80},
 }
@@ -135,6 +139,7 @@ _REST = (
     (OTHER, "C4 C2 prefill8k"),
     (BEST, "C4@32k C2@32k C8@32k"),
     ("resident", "C2@32k C8@32k"),
+    (GATHER, "C1 C4"),
     ("in_place", "C1"),
     (BEST, "alternate"),
 )
@@ -243,8 +248,8 @@ def missing(todo: list[Case], rows: Rows) -> list[Case]:
 
 
 def _failed(case: Case, rows: dict[str, Row]) -> bool:
-    """True when the case failed, or the first one of its mode."""
-    mode = case.mode.removesuffix("_half_link").removesuffix("_three_parts")
+    """True when the case failed, or the first one of its mode, or of the mode that it only varies."""
+    mode = "in_step" if case.mode == GATHER else case.mode.removesuffix("_half_link").removesuffix("_three_parts")
     return any("error" in rows.get(name, {}) for name in (case.name, "/".join(part for part in (case.side, mode, "C1") if part)))
 
 

@@ -10,7 +10,7 @@ from bench.slice_cases import Case, Mode, prefill_slots
 from kernels.python.cache_sim import CachePolicy, simulate
 
 RECORD_BYTES = 9_474_048
-LINK_GB_S = 51.5
+LINK_GB_S, GATHER_GB_S = 51.5, 50.0
 
 
 class DryEngine:
@@ -93,6 +93,7 @@ class DryEngine:
                 "record_bytes": RECORD_BYTES,
                 "link_gb_s": LINK_GB_S,
                 "link_half_gb_s": LINK_GB_S / 2,
+                "gather_gb_s": GATHER_GB_S,
             }
             if self._side == "ours"
             else {}

@@ -401,6 +401,7 @@ class OurEngine:
         return {
             "link_gb_s": round(slice_rates.link_rate(store, self._loaded) / 1e9, 2),
             "link_half_gb_s": round(slice_rates.link_rate(store, self._loaded, derate=2) / 1e9, 2),
+            "gather_gb_s": round(gathered / 1e9, 2) if (gathered := slice_rates.gather_rate(store, self._loaded)) is not None else None,
             "dram_gb_s": round(slice_rates.read_rate(self._loaded, threads) / 1e9, 2),
             "dram_threads": threads,
             "vram_copy_gb_s": round(slice_rates.copy_rate() / 1e9, 1),

@@ -1,4 +1,5 @@
-"""Rates of the machine that a step's bound is made of: the link by the copy engine, host memory by threads, device memory by a copy."""
+"""Rates of the machine that a step's bound is made of: the link by the copy engine and by a gather, host memory by threads, device memory
+by a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import time
 import numpy as np
 import torch
 
-from services.gpu_worker.backends.exl3 import loader
+from kernels.python import cuda_expert
+from services.gpu_worker.backends.exl3 import copy_way, loader
 from services.gpu_worker.backends.exl3.experts import ExpertStore
 
 COPIES = 64
@@ -32,6 +34,26 @@ def link_rate(store: ExpertStore, loaded: loader.Loaded, derate: int = 1) -> flo
                 store._slots[i].copy_(loaded.records.host[i], non_blocking=True)
         torch.cuda.synchronize()
         best = max(best, count * loaded.records.stride / (time.perf_counter() - began))
+    return best
+
+
+def gather_rate(store: ExpertStore, loaded: loader.Loaded) -> float | None:
+    """Bytes per second of gathers by the multiprocessors, as many records at a time as a launch takes, best of five.
+
+    None where there is no kernel for this GPU.
+    """
+    if copy_way.why_not():
+        return None
+    records, count = loaded.records, min(COPIES, store.placement.num_slots)
+    copies = [(store._slots[i].data_ptr(), records.device_base + i * records.stride) for i in range(count)]
+    best = 0.0
+    for turn in range(6):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        cuda_expert.gather(copies, records.stride, stream=int(torch.cuda.current_stream().cuda_stream))
+        torch.cuda.synchronize()
+        if turn:  # the first one loads the kernel's code
+            best = max(best, count * records.stride / (time.perf_counter() - began))
     return best
 
 

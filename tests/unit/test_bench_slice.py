@@ -142,7 +142,7 @@ def test_what_has_failed_comes_last_and_what_is_optional_needs_no_load(tmp_path:
     assert left[0] == "ours/between_steps/C4"
     behind = left.index("ours/in_step/C1")
     assert all(name.startswith("ours/between_steps/") or name == "ours/in_place/C1" for name in left[:behind])
-    assert {"ours/in_step_half_link/C1", "ours/in_step/C4", "ours/resident/C1"} <= set(left[behind:])
+    assert {"ours/in_step_half_link/C1", "ours/gather/C1", "ours/in_step/C4", "ours/resident/C1"} <= set(left[behind:])
     todo = slice_cases.cases("stock", 300)
     for name in ("stock/C1", "stock/C4", "stock/C2"):
         assert len(slice_cases.missing(todo, rows)) > 1
@@ -159,7 +159,7 @@ def test_a_prefill_has_slots_in_the_proportions_of_the_whole_model(tmp_path: Pat
     modes = {name: slice_cases.placed(MODES[name], Case("ours", name, "prefill8k", 1.0)) for name in MODES}
     assert {name: mode.slots for name, mode in modes.items() if mode} == {
         "between_steps": "prefill", "in_step": "prefill", "in_step_three_parts": "prefill", "in_step_half_link": "prefill",
-        "in_place": "one", "resident": "all",
+        "gather": "prefill", "in_place": "one", "resident": "all",
     }  # fmt: skip
     assert slice_cases.placed(MODES["in_step"], Case("ours", "in_step", "scan", 1.0)) == MODES["in_step"]
     rows, engine = rows_in(tmp_path), DryEngine("ours", 12, trace_of(12), 4)
@@ -197,6 +197,35 @@ def test_some_cases_alone(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"no case in_step/C3; there are in_step/C1, resident/C1"):
         slice_cases.only(slice_cases.cases("ours", 8, first=True), ["in_step/C3"])
     assert [case.name for case in slice_cases.only(slice_cases.cases("stock", 8), ["C4"])] == ["stock/C4"]
+
+
+def test_gathered_misses_are_measured_alone_and_not_in_every_session(tmp_path: Path) -> None:
+    """One stream and four, as in_step with the misses gathered, and what the machine gathers beside what it copies."""
+    document = dry(tmp_path, "ours", "--only", "gather/C1", "gather/C4")
+    assert [row["name"] for row in document["rows"]] == ["ours/gather/C1", "ours/gather/C4"]
+    assert (document["facts"]["link_gb_s"], document["facts"]["gather_gb_s"]) == (51.5, 50.0)
+    assert not any(case.mode == "gather" for case in slice_cases.cases("ours", 8, first=True))
+    assert {**MODES["gather"].options, "copy": "engine"} == {**MODES["in_step"].options, "copy": "engine"}
+    assert slice_cases.estimate("ours", 300) > sum(case.seconds for case in slice_cases.cases("ours", 300) if case.mode == "gather") > 10
+
+
+def test_a_gather_s_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of five of as many records as a launch takes, behind one that loads the kernel; none where there is no kernel."""
+    asked: list[Any] = []
+    clock = iter([0.0, *(value for took in (0.4, 0.2, 0.4, 0.4, 0.4) for value in (10.0, 10.0 + took))])
+    store: Any = types.SimpleNamespace(_slots=torch.zeros((3, 50), dtype=torch.uint8), placement=types.SimpleNamespace(num_slots=3))
+    loaded: Any = types.SimpleNamespace(records=types.SimpleNamespace(stride=50, device_base=7000))
+    rates = slice_ours.slice_rates
+    monkeypatch.setattr(rates.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(rates.torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=9))
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(rates.cuda_expert, "gather", lambda copies, size, *, stream: asked.append((copies, size, stream)))
+    monkeypatch.setattr(rates.copy_way, "why_not", lambda: "")
+    assert rates.gather_rate(store, loaded) == pytest.approx(3 * 50 / 0.2)
+    at = store._slots.data_ptr()
+    assert asked == [([(at, 7000), (at + 50, 7050), (at + 100, 7100)], 50, 9)] * 6
+    monkeypatch.setattr(rates.copy_way, "why_not", lambda: "no nvcc")
+    assert rates.gather_rate(store, loaded) is None
 
 
 def test_no_case_begins_that_would_end_too_late(tmp_path: Path) -> None:
@@ -517,6 +546,7 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.setattr(slice_ours, "CHUNK", 256)
     monkeypatch.setattr(slice_ours.slice_rates, "copy_rate", lambda: 4e12)
+    monkeypatch.setattr(slice_ours.slice_rates, "gather_rate", lambda _store, _loaded: 49e9)
     rows = rows_in(tmp_path)
     engine = slice_ours.OurEngine(args, np.zeros((5, 8, 1, 8), np.uint16), time.monotonic() + 1e6)
     assert slice_cases.run(slice_cases.cases("ours", 5), MODES, engine, rows, time.monotonic() + 1e6) == []
@@ -547,6 +577,8 @@ def test_our_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(cycles > 0 for name, cycles in (e for e in events if e[0] == "sleep"))
     assert engine.facts()["arena"] == "filled"
     assert "link_gb_s" in engine.facts()
+    assert engine.facts()["gather_gb_s"] == 49.0
+    assert rows.rows["ours/gather/C1"]["steps"] == rows.rows["ours/gather/C4"]["steps"] == 3
     assert [event[1] for event in events if event[0] == "cap"][:4] == [0.25, 1.0, 0.25, 0.25]
     assert events[-4:] == ["store closed", "undone", "unloaded", "unpinned"]
     assert slice_ours.fill_arena(slice_ours.Checkpoint(tmp_path / "m"), tmp_path / "glm53-slice-arena")[2] == {"arena": "taken over"}
