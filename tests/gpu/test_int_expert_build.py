@@ -115,6 +115,30 @@ def test_a_shape_that_a_gpu_runs_has_no_reason_against_it() -> None:
 
 
 @built
+@pytest.mark.parametrize(
+    ("copies", "size", "said"),
+    [
+        ([], 16, "a gather of nothing"),
+        ([(16, 16)], 0, "a gather of nothing"),
+        ([(16, 16), (16, 0)], 16, r"copies\[1\] has no address"),
+        ([(24, 16)], 16, r"copies\[0\] is not 16-byte aligned"),
+        ([(16, 20)], 16, r"copies\[0\] is not 16-byte aligned"),
+    ],
+)
+def test_a_gather_that_cannot_be_is_refused_by_name(copies: list[tuple[int, int]], size: int, said: str) -> None:
+    """Before a device is asked for."""
+    with pytest.raises(ValueError, match=said):
+        cuda_expert.gather(copies, size)
+
+
+@built
+def test_why_a_gpu_is_not_served_is_said() -> None:
+    """By what the library was built for."""
+    assert cuda_expert.why_not_on(cuda_expert.architectures()[0]) == ""
+    assert "this GPU has 75" in cuda_expert.why_not_on("75")
+
+
+@built
 def test_too_many_picks_are_refused_before_a_device_is_asked_for() -> None:
     """The limit is named."""
     with pytest.raises(ValueError, match=r"max_picks = 129 is not in 1\.\.128"):
