@@ -20,6 +20,8 @@ class Vram:
     free: int
     cached: int = 0
     now: float = 0.0
+    wasted: int = 0  # of what torch keeps from one pass the next one cannot use so much
+    least_free: int = 1 << 60
 
     def spare(self) -> int:
         return self.free + self.cached
@@ -27,8 +29,9 @@ class Vram:
     def activations(self, num_bytes: int) -> None:
         """A pass takes and gives back so much, which torch keeps."""
         assert num_bytes <= self.spare(), "out of memory"
-        grown = max(0, num_bytes - self.cached)
+        grown = max(0, num_bytes - max(0, self.cached - self.wasted))
         self.free, self.cached = self.free - grown, self.cached + grown
+        self.least_free = min(self.least_free, self.free)
 
     def empty_cache(self) -> None:
         self.free, self.cached = self.free + self.cached, 0

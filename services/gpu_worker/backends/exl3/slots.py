@@ -26,6 +26,11 @@ RETRY_S = 10.0  # between two tries to get back what somebody else has
 _SLACK = 16  # a pass may take a sixteenth more than was measured
 
 
+def _kept_by_torch() -> int:
+    """Bytes of VRAM that torch holds and does not use."""
+    return int(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+
+
 class Memory(Protocol):
     """What is asked of the slots' memory: `SlotMemory`, or what tests put in its place."""
 
@@ -134,6 +139,11 @@ class ElasticSlots:
         return int(self.tensor.shape[1])
 
     @property
+    def _least_free(self) -> int:
+        """Half of the reserve: no pass that is measured takes it, and slots leave it when they come back."""
+        return self._reserve // 2
+
+    @property
     def _lent(self) -> int:
         return self._memory.num_bytes - self._memory.mapped_bytes
 
@@ -144,9 +154,12 @@ class ElasticSlots:
             self._lend(wanted)
         elif wanted == 0:
             self.before_decode()
+        if wanted > 0 and self._spare() - _kept_by_torch() < self._reserve:
+            # Of what torch keeps from the passes before this one can only use what has its sizes: beside the rest they took of the reserve.
+            torch.cuda.empty_cache()
 
     def before_decode(self) -> None:
-        """A step that needs no more than the reserve is next: what is lent comes back, as far as the device has it."""
+        """A step that needs no more than half of the reserve is next: what is lent comes back, as far as the device has it."""
         if self._missing and self._clock() >= self._retry_at:
             self._take_back()
 
@@ -155,11 +168,11 @@ class ElasticSlots:
         need = self.need.of(rows)
         if need is None:
             return self._most
-        need += need // _SLACK
+        need += need // _SLACK + self._least_free
         spare, lent = self._spare(), self._lent
         if need <= spare - lent:
             return 0  # also if everything came back
-        return lent if need <= spare else min(self._most, lent + need + self._reserve - spare)
+        return lent if need <= spare else min(self._most, lent + need + self._reserve - self._least_free - spare)
 
     def _lend(self, wanted: int) -> None:
         usable = self._memory.left_after(wanted) // self._stride
@@ -183,7 +196,7 @@ class ElasticSlots:
     def _take_back(self) -> None:
         torch.cuda.empty_cache()
         try:
-            whole = self._memory.take_back(self._reserve // 2)
+            whole = self._memory.take_back(self._least_free)
         except KernelError as error:
             log.warning("slots that were lent do not come back: %s", error)
             whole = False
