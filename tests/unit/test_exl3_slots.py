@@ -197,7 +197,7 @@ def test_half_of_the_reserve_stays_free(lent: Lent, wasted: int) -> None:
     world = world_of(20)
     lent.vram.wasted = wasted
     lent.slots.need = ActivationNeed({SHORT: STRIDE // 4, 60: STRIDE * 3 // 4, LONG: 8 * STRIDE})
-    for rows, lendings in ((SHORT, 0), (60, 1), (LONG, 2), (LONG, 2), (LONG, 2), (SHORT, 2), (LONG, 3), (60, 3)):
+    for rows, lendings in ((SHORT, 0), (60, 1), (LONG, 2), *[(LONG, 2)] * 5, (SHORT, 2), (LONG, 3), (60, 3)):
         if rows == SHORT:
             lent.vram.empty_cache()  # what a decode step between two prompts leaves is not what this is about
         prefill(world, lent, rows)
