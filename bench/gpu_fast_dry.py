@@ -54,6 +54,7 @@ def hints(results: Any) -> None:
     exact = {fast_figures.EXACT_NO_HINTS: 10.0, fast_figures.EXACT_HINTS: 9.0, fast_figures.EXACT_HALF_HINTS: 9.5}
     ours = {fast_figures.NO_HINTS: 7.0, fast_figures.HINTS: 6.5, fast_figures.HALF_HINTS: 7.0, fast_figures.PERFECT_HINTS: 6.0}
     more = {fast_figures.TWO_HINTS: 6.6, fast_figures.EXACT_PERFECT_HINTS: 8.0}
+    more |= {fast_figures.HINTS + fast_figures.AGAIN: 6.3, fast_figures.NO_HINTS + fast_figures.AGAIN: 7.4}
     for streams, names in ((1, exact | ours | more), (4, ours)):
         for name, ms in names.items():
             row: dict[str, Any] = {"part": fast_figures.HINT_PART, "name": name, "streams": streams}

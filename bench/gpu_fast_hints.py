@@ -42,6 +42,9 @@ def settings_of_hints(threads: int) -> list[Measured]:
         Measured(hinted(fast, fast_figures.HINTS, slice_hints.MEASURED), (1, 4)),
         Measured(exact, (1, 4)),
         Measured(hinted(exact, fast_figures.EXACT_HINTS, slice_hints.MEASURED), (1, 4)),
+        # What is to be told apart is no more than what one row differs from the next by.
+        Measured(hinted(fast, fast_figures.HINTS + fast_figures.AGAIN, slice_hints.MEASURED), (1,)),
+        Measured(dataclasses.replace(fast, name=fast_figures.NO_HINTS + fast_figures.AGAIN), (1,)),
         Measured(hinted(fast, fast_figures.TWO_HINTS, slice_hints.MEASURED, records=2), (1,)),
         Measured(hinted(fast, fast_figures.PERFECT_HINTS, slice_hints.PERFECT), (1, 4)),
         Measured(hinted(fast, fast_figures.HALF_HINTS, slice_hints.HALF), (1, 4)),

@@ -222,6 +222,18 @@ def test_a_hint_stands_between_the_halves_of_a_step(driver: ImmediateDriver, mon
     ]
 
 
+def test_no_hint_is_asked_for_in_steps_of_more_rows_than_have_hints(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their guesses' kernels are not enqueued either."""
+    calls: list[Any] = []
+    monkeypatch.setattr(on_demand, "Pager", lambda layout, offsets, policy, driver: CallsOnly(calls))
+    world = base.World(9, ExpertOptions(on_demand=True, pager=PagerPolicy(hint_records=2, hint_rows=2)))
+    world.store.hint_from(lambda layer, rows: (calls.append(("guess", layer, rows)), torch.zeros((rows, 6), dtype=torch.int64))[1])
+    for rows in (1, 2, 3, 8):
+        world.store.before_experts(0, rows, torch.tensor([[0, 1, 2, 3]] * rows))
+    assert [call[:3] for call in calls if call[0] in ("guess", "hint")] == [("guess", 0, 1), ("hint", 1, 1), ("guess", 0, 2), ("hint", 1, 2)]
+    assert [call[:3] for call in calls if call[0] == "ask"] == [("ask", 0, rows) for rows in (1, 2, 3, 8)]
+
+
 def test_layer_by_layer_every_step_is_answered_before_the_next_call(driver: ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the wait, for as long as it is wanted; a device that does not come is a lost one."""
     calls: list[Any] = []

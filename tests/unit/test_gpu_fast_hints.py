@@ -127,8 +127,11 @@ def test_every_row_is_measured_beside_those_without_hints(rig: Any, made: Stage,
     wanted = [name for name in fast_figures.NEEDS if name.startswith("hint_")]
     assert len(wanted) == 7
     assert all(results.summary[name] is not None for name in wanted)
-    tok_s = {name: results.kept.rows[f"hints/{name}/C1"]["tok_s"] for name in (fast_figures.HINTS, fast_figures.NO_HINTS)}
-    assert results.summary["hint_c1_vs_fast"] == pytest.approx(tok_s[fast_figures.HINTS] / tok_s[fast_figures.NO_HINTS], abs=1e-3)
+    with_hints, without = (  # measured twice: the ratio is that of the times of both
+        sum(1 / results.kept.rows[f"hints/{name}{again}/C1"]["tok_s"] for again in ("", fast_figures.AGAIN))
+        for name in (fast_figures.HINTS, fast_figures.NO_HINTS)
+    )
+    assert results.summary["hint_c1_vs_fast"] == pytest.approx(without / with_hints, abs=1e-3)
     monkeypatch.setattr(gpu_fast_hints, "load_slice", None)
     gpu_fast_hints.hints_on_gpu(args, results, time.monotonic() + 300)  # everything is there: nothing is loaded
 
