@@ -230,7 +230,12 @@ def test_no_hint_is_asked_for_in_steps_of_more_rows_than_have_hints(driver: Imme
     world.store.hint_from(lambda layer, rows: (calls.append(("guess", layer, rows)), torch.zeros((rows, 6), dtype=torch.int64))[1])
     for rows in (1, 2, 3, 8):
         world.store.before_experts(0, rows, torch.tensor([[0, 1, 2, 3]] * rows))
-    assert [call[:3] for call in calls if call[0] in ("guess", "hint")] == [("guess", 0, 1), ("hint", 1, 1), ("guess", 0, 2), ("hint", 1, 2)]
+    assert [call[:3] for call in calls if call[0] in ("guess", "hint")] == [
+        ("guess", 0, 1),
+        ("hint", 1, 1),
+        ("guess", 0, 2),
+        ("hint", 1, 2),
+    ]
     assert [call[:3] for call in calls if call[0] == "ask"] == [("ask", 0, rows) for rows in (1, 2, 3, 8)]
 
 
