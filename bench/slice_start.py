@@ -54,6 +54,7 @@ def ready(folder: Path, pins: Path, card_mib: int) -> tuple[Row, Any]:
 
     loader.free_bytes, lending.spare_bytes = free_on_card, spare_on_card
     before = pins.read_bytes() if pins.exists() else b""
+    compiled = compiled_kernels()
     own = before or not triton_tuners.shipped(torch.cuda.get_device_name(loader.DEVICE)).exists()
     began = time.monotonic()
     settings = GpuWorkerSettings.load({}, model_dir=str(folder), instance=INSTANCE, triton_pin=str(pins), device="cuda", mode=MODE)
@@ -67,8 +68,15 @@ def ready(folder: Path, pins: Path, card_mib: int) -> tuple[Row, Any]:
         "stages_s": stats["start_s"],
         "pins": "the setting's file" if own else "shipped",
         "tuned": after != before,
+        "compiled": compiled_kernels() - compiled,
     }
     return row, backend
+
+
+def compiled_kernels() -> int:
+    """Kernels that Triton's cache on disk holds."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME", Path.home())) / ".triton" / "cache")
+    return sum(1 for _ in folder.glob("*/*.cubin"))
 
 
 def turns(backend: Any, seconds: float) -> Row:
@@ -76,11 +84,34 @@ def turns(backend: Any, seconds: float) -> Row:
     from bench import slice_ours
     from bench.slice_machine import Nvml, PeakSampler, vram_of
 
+    found: list[dict[str, int]] = []
     with PeakSampler(Nvml().used) as peak:
+        began = vram_of(peak)
         tokens = backend.info.max_context - slice_ours.ROUND_STEPS
-        row = slice_ours.alternate(backend, tokens, time.monotonic() + seconds, lambda _step: None)
+
+        def at_step(step: int) -> None:
+            if step <= 0:  # behind the prompt, and behind the round's last step
+                found.append(vram_of(peak))
+
+        row = slice_ours.alternate(backend, tokens, time.monotonic() + seconds, at_step)
+        row |= peaks(began, found)
         stats = backend.stats()
-        return row | vram_of(peak) | {name: stats[name] for name in ("slots", "slot_lendings", "slot_bytes_lent") if name in stats}
+        return row | {name: stats[name] for name in ("slots", "slot_lendings", "slot_bytes_lent") if name in stats}
+
+
+def peaks(ready: dict[str, int], turn_by_turn: list[dict[str, int]]) -> dict[str, int]:
+    """Peaks of VRAM, as fields of a row: in all, while prompts were computed, while steps were decoded, and before either.
+
+    Args:
+        ready: of `vram_of`, before the first turn.
+        turn_by_turn: of each prompt and of the steps behind it, in turns.
+    """
+    taken = {"ready": [ready], "prefill": turn_by_turn[::2], "decode": turn_by_turn[1::2]}
+    most = {name: max((one["vram_peak_mib"] for one in each if one), default=0) for name, each in taken.items()}
+    if not all(most.values()):
+        return {}
+    row = {"vram_peak_mib": max(most.values()), "vram_samples": sum(one["vram_samples"] for one in turn_by_turn if one)}
+    return row | {f"vram_peak_mib_{name}": value for name, value in most.items()}
 
 
 def run(folder: Path, pins: Path, card_mib: int, limit_s: float, turns_s: float = 0.0) -> tuple[Row, Row | None]:
@@ -109,7 +140,7 @@ def run(folder: Path, pins: Path, card_mib: int, limit_s: float, turns_s: float 
 
 def is_second(row: Row) -> bool:
     """True when nothing was left to do that an earlier start has done."""
-    return not row["tuned"] and str(row["arena"]).startswith("re-attached")
+    return not row["tuned"] and not row.get("compiled") and str(row["arena"]).startswith("re-attached")
 
 
 def measure(rows: Any, folder: Path, pins: Path, card_mib: int, deadline: float, start: Any = run) -> list[str]:

@@ -733,8 +733,8 @@ def test_an_arena_without_files_is_filled_by_all_threads(tmp_path: Path, monkeyp
     again.unlink()
 
 
-def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20.0) -> tuple[dict[str, Any], None]:
-    return {"arena": arena, "tuned": tuned, "s": s}, None
+def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20.0, compiled: int = 0) -> tuple[dict[str, Any], None]:
+    return {"arena": arena, "tuned": tuned, "s": s, "compiled": compiled}, None
 
 
 @pytest.mark.parametrize(
@@ -743,6 +743,7 @@ def started(arena: str = "re-attached: x", *, tuned: bool = False, s: float = 20
         ([started()], {slice_start.SECOND: 20.0}),  # the arena of this boot, and choices that are shipped
         ([started("loaded: x", tuned=True, s=90.0), started(s=21.0)], {slice_start.FIRST: 90.0, slice_start.SECOND: 21.0}),
         ([started(tuned=True, s=80.0), started(tuned=True, s=70.0)], {slice_start.FIRST: 80.0, slice_start.SECOND: 70.0}),
+        ([started(compiled=7, s=27.0), started(s=19.0)], {slice_start.FIRST: 27.0, slice_start.SECOND: 19.0}),
     ],
 )
 def test_a_second_start_is_one_that_finds_what_the_first_has_left(
@@ -780,6 +781,19 @@ def test_a_second_start_goes_on_with_turns_where_there_is_time(tmp_path: Path) -
     assert slice_start.measure(kept, tmp_path, pins, 1, time.monotonic() + 500, start=lambda *_: (started()[0], {"error": "x"})) == []
     assert kept.done(slice_start.SECOND)
     assert kept.summary()["alternations"] is None
+
+
+def test_peaks_of_vram_are_told_by_what_was_under_way() -> None:
+    """Turns begin with a prompt; where the driver did not answer there is no figure."""
+
+    def mib(value: int) -> dict[str, int]:
+        return {"vram_peak_mib": value, "vram_samples": 2}
+
+    row = slice_start.peaks(mib(10), [mib(14), mib(11), {}, mib(12), mib(13)])
+    assert row == {
+        "vram_peak_mib": 14, "vram_samples": 8, "vram_peak_mib_ready": 10, "vram_peak_mib_prefill": 14, "vram_peak_mib_decode": 12,
+    }  # fmt: skip
+    assert slice_start.peaks(mib(10), []) == slice_start.peaks({}, [mib(14), mib(11)]) == {}
 
 
 def test_turns_have_the_first_one_s_bits() -> None:
@@ -864,6 +878,7 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from services.gpu_worker.backends.exl3 import lending, loader
 
     pins, asked = tmp_path / "pins.json", []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     # Put back afterwards.
     monkeypatch.setattr(loader, "free_bytes", loader.free_bytes)
     monkeypatch.setattr(lending, "spare_bytes", lending.spare_bytes)
@@ -874,6 +889,8 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         note(0.0, "x")
         asked.append((settings.instance, settings.triton_pin, settings.warm_up, checkpoint, reason, loader.free_bytes()))
         pins.write_text("chosen")
+        (tmp_path / "triton" / "a_kernel").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "triton" / "a_kernel" / "a.cubin").touch()
         return types.SimpleNamespace(
             stats=lambda: {"slots": 9, "start_s": {"total": 2.5}}, info=types.SimpleNamespace(arena="re-attached: x", mode="fast")
         )
@@ -883,6 +900,7 @@ def test_a_start_is_the_worker_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, second = (slice_start.ready(tmp_path, pins, 24_564)[0] for _ in range(2))
     assert asked[0] == ("slice", str(pins), True, tmp_path, "asked for", (24_564 << 20) - (10 << 30))
     assert (first["tuned"], second["tuned"], second["slots"], second["pins"]) == (True, False, 9, "the setting's file")
+    assert (first["compiled"], second["compiled"]) == (1, 0)
     assert second["stages_s"] == {"total": 2.5}
     for name, value in {"memory_reserved": 5 << 30, "memory_allocated": 3 << 30}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _d, value=value: value)
