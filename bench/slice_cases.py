@@ -73,7 +73,8 @@ class Case:
     """One measurement.
 
     `what` is decode of so many streams (C1, C2, ...; C1@32k: behind a long context), prefill8k or prefill32k, a trace of its own (drift,
-    scan; one stream), modules: enqueue and busy time of each kind of module, or alternate: long prefills and decodes in turns.
+    scan; one stream), modules: enqueue and busy time of each kind of module (modules_C4: of four streams), or alternate: long prefills and
+    decodes in turns.
     """
 
     side: str  # ours, stock, stock_resident
@@ -89,9 +90,10 @@ class Case:
     @property
     def kind(self) -> str:
         """decode, prefill, trace, modules or alternate."""
-        if self.what.startswith("prefill"):
-            return "prefill"
-        return {"drift": "trace", "scan": "trace", "modules": "modules", "alternate": "alternate"}.get(self.what, "decode")
+        for kind in ("prefill", "modules"):
+            if self.what.startswith(kind):
+                return kind
+        return {"drift": "trace", "scan": "trace", "alternate": "alternate"}.get(self.what, "decode")
 
     @property
     def long(self) -> bool:
@@ -105,7 +107,9 @@ class Case:
 
     @property
     def streams(self) -> int:
-        """Of a decode case; the other kinds have one."""
+        """Of a decode case, and of what is told of its modules; the other kinds have one."""
+        if self.kind == "modules":
+            return int(self.what.partition("_C")[2] or 1)
         return int(self.what.removesuffix(LONG)[1:]) if self.kind == "decode" else 1
 
 
@@ -135,7 +139,7 @@ _FIRST = (
 )
 _REST = (
     (BEST, "C4 C2 prefill8k drift scan C8 C1@32k prefill32k"),  # the first three again where the other admission is the faster one
-    ("resident", "C1@32k C8 prefill32k C4@32k"),
+    ("resident", "modules_C4 C1@32k C8 prefill32k C4@32k"),
     (OTHER, "C4 C2 prefill8k"),
     (BEST, "C4@32k C2@32k C8@32k"),
     ("resident", "C2@32k C8@32k"),
@@ -155,7 +159,7 @@ ENTER_S = 1.5
 def _expected_s(mode: str, what: str, steps: int) -> float:
     if what in _PREFILL_S:
         return _PREFILL_S[what]
-    if what == "modules":
+    if what.startswith("modules"):
         return 3.0
     if what == "alternate":
         return 30.0  # it takes what time there is

@@ -413,7 +413,7 @@ class OurEngine:
         if case.kind == "prefill":
             return prefill(self._backend, args.context if case.long else args.prefill, self._records)
         if case.kind == "modules":
-            return self._modules(self._backend)
+            return self._modules(self._backend, case.streams)
         if case.kind == "alternate":
             return self._alternate(self._backend)
         if case.kind == "trace":
@@ -455,19 +455,21 @@ class OurEngine:
 
         return alternate(backend, self._args.context, self._deadline, force)
 
-    def _modules(self, backend: Exl3Backend) -> Row:
-        """One stream's step, module by module."""
-        stream = backend.open_stream()
+    def _modules(self, backend: Exl3Backend, count: int) -> Row:
+        """A step of so many streams, module by module."""
+        streams = [backend.open_stream() for _ in range(count)]
         try:
-            backend.prefill(stream, list(range(10, 10 + PROMPT)), all_logits=False)
+            for stream in streams:
+                backend.prefill(stream, list(range(10, 10 + PROMPT)), all_logits=False)
 
             def step() -> None:
                 self._routing.step += 1
-                backend.decode([stream], [10])
+                backend.decode(streams, [10] * count)
 
             return slice_modules.table(self._loaded.model, step)
         finally:
-            backend.close_stream(stream)
+            for stream in streams:
+                backend.close_stream(stream)
             self._routing.step = -1
 
     def after(self) -> Row:

@@ -188,6 +188,10 @@ def test_what_every_session_must_have_comes_first(tmp_path: Path) -> None:
     assert missing == {"c1_vs_stock165"}
     names = [row["name"] for row in dry(tmp_path, "ours")["rows"]]
     assert len(names) == len(set(names)) > 30
+    assert [(case.what, case.streams) for case in slice_cases.cases("ours", 8) if case.kind == "modules"] == [
+        ("modules", 1),
+        ("modules_C4", 4),
+    ]
 
 
 def test_some_cases_alone(tmp_path: Path) -> None:
