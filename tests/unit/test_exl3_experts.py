@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from kernels.python.expert import ExpertShape
 from services.gpu_worker.backends.base import BackendLostError, PassBrokenOff
-from services.gpu_worker.backends.exl3 import experts, staging
+from services.gpu_worker.backends.exl3 import between_steps, experts, staging
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.placement import NONE, PlacementOptions
 from services.gpu_worker.backends.exl3.records import typed_part
@@ -78,7 +78,7 @@ def host_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: setattr(FakeEvent, "done", True))
-    for module in (experts, staging):
+    for module in (between_steps, experts, staging):
         monkeypatch.setattr(module, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from services.gpu_worker.backends.base import PassBrokenOff
-from services.gpu_worker.backends.exl3 import experts, staging
+from services.gpu_worker.backends.exl3 import between_steps, experts, staging
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
 from services.gpu_worker.patches import pointer_tables
@@ -95,7 +95,7 @@ def wrong_reads(schedule: Schedule, parts: int, part: int, *, steps: int = 0) ->
     with pytest.MonkeyPatch.context() as patch:
         device, draw = Device(schedule), random.Random(parts)
         device.install(patch)
-        for module in (experts, staging):
+        for module in (between_steps, experts, staging):
             patch.setattr(module, "pinned_empty", lambda shape: torch.empty(shape, dtype=torch.int64))
         options = ExpertOptions(PlacementOptions(admit_after=1, max_admissions=3), stage_min_rows=9, stage_parts=parts)
         world = LateWorld(device, parts * part, options)

@@ -6,7 +6,9 @@
     pages.py      which cache pages belong to which stream
     pass_lock.py  for what has to happen between two passes
     records.py    the arena's records, pinned, and device views of them
-    experts.py    slots in VRAM, admissions, staging of prefills: what moves bytes and writes addresses
+    experts.py    slots in VRAM: what moves bytes and writes addresses
+    between_steps.py  admissions of decode without the pager
+    staging.py    a prefill's missing records, a layer ahead
     placement.py  which record is in which slot, and which should be
     on_demand.py  the pager, which copies misses within the step
     fast.py       decode steps on the integer kernels, shared with cpu_expert
@@ -14,6 +16,5 @@
     first_launches.py  of the integer kernels, and what they take
     heat_file.py  how hot experts are, kept over restarts
 
-Only loader.py, backend.py, records.py, experts.py, on_demand.py, fast.py,
-fast_setup.py and first_launches.py import torch.
+resolve.py, plan.py and placement.py do without torch.
 """

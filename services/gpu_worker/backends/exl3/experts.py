@@ -2,9 +2,8 @@
 
 Decode (rows <= 8) has two ways. `on_demand`: the device waits at each layer until the pager has copied what is missing into slots (ADMIT),
 or decided to read it in place (ZERO_COPY); see on_demand.py. `fast` is that with kernels of our own and the CPU lane; see fast.py. Without
-both nothing waits: a record in a slot is read there (HIT), any other in
-pinned host memory. What was picked is copied to the host behind the router; between two steps the placement decides what to admit, the
-copies run on a stream of their own beside the next step, and a record counts as resident when a later look finds its copy done.
+both nothing waits: a record in a slot is read there (HIT), any other in pinned host memory, and what the slots hold changes between two
+steps; see between_steps.py.
 
 Prefill: what is missing is staged a layer ahead (staging.py); the last slots are lent for it. A pass of two parts (joined.py) computes a
 layer twice before it goes on to the next one.
@@ -30,10 +29,11 @@ from numpy.typing import NDArray
 from kernels.python.pager import HintCounters, PagerPolicy
 from services.gpu_worker.backends.base import BackendLostError, PassBrokenOff, VerifyReport
 from services.gpu_worker.backends.exl3 import copy_way
+from services.gpu_worker.backends.exl3.between_steps import BetweenSteps
 from services.gpu_worker.backends.exl3.expert_tensors import ExpertTensors
 from services.gpu_worker.backends.exl3.fast import FastSetup, FastSteps
 from services.gpu_worker.backends.exl3.on_demand import OnDemand
-from services.gpu_worker.backends.exl3.placement import NONE, Move, Placement, PlacementOptions
+from services.gpu_worker.backends.exl3.placement import NONE, Placement, PlacementOptions
 from services.gpu_worker.backends.exl3.records import PinnedRecords, pinned_empty
 from services.gpu_worker.backends.exl3.slots import ElasticSlots
 from services.gpu_worker.backends.exl3.staging import Staging
@@ -56,14 +56,6 @@ class ExpertOptions:
     pager: PagerPolicy = field(default_factory=PagerPolicy)
     copy: copy_way.Asked = "engine"  # how misses are copied within the step; auto: the faster one, measured when the store is made
     fast: FastSetup | None = None  # decode on the integer kernels, with the CPU lane; needs no `on_demand`
-
-
-@dataclass
-class Landing:
-    """Copies under way; done when the event is."""
-
-    done: Any
-    moves: list[Move]
 
 
 class ExpertStore:
@@ -114,19 +106,26 @@ class ExpertStore:
             self._on_demand = self._fast = FastSteps(self.options.fast, *memory)
         elif self.options.on_demand and num_slots:
             self._on_demand = OnDemand(*memory)
+        self._between = BetweenSteps(
+            records,
+            table,
+            self._slots,
+            self.placement,
+            self._where,
+            self._base,
+            DECODE_ROWS,
+            top_k,
+            self._copy_stream,
+            admit=self.options.admit,
+        )
         if elastic is not None:
             elastic.attach(self._lend, self._limit, self._lock, self._on_demand.num_transit if self._on_demand is not None else 0)
-        self._landings: list[Landing] = []
-        self._picks = pinned_empty((records.num_layers, DECODE_ROWS, top_k))
-        self._pick_rows = np.zeros(records.num_layers, np.int64)
-        self._picks_ready = torch.cuda.Event()
         self._staging = Staging(records, table, self._slots, self._copy_stream, self._base)
         self._staging_open = False
         self._part_follows = False
         self._unwanted: Callable[[], bool] | None = None
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
-        names = "decode_steps decode_picks decode_hits decode_records_missed prefill_steps bytes_copied"
-        self._counters = dict.fromkeys(names.split(), 0)
+        self._prefill_steps = 0
 
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class ExpertStore:
             # Now, and not when the next pass begins: until then the tables of a layer whose tail was to come lead to staged records.
             self._end_staging()
             raise PassBrokenOff(f"nobody wants the prefill pass any more: it ended before the experts of layer {layer}")
-        self._counters["prefill_steps"] += 1
+        self._prefill_steps += 1
         if layer == 0 and not self._staging_open:
             self.begin_prefill(rows)
         # While a part of the pass follows, it is not layer 0 of another pass that comes next.
@@ -195,12 +194,7 @@ class ExpertStore:
             return
         if layer == 0:
             self.between_passes()
-        self._picks[layer, :rows].copy_(selected, non_blocking=True)
-        self._pick_rows[layer] = rows
-        if layer == self._records.num_layers - 1:
-            self._picks_ready.record()
-
-    # ---- decode: admissions between steps ------------------------------------------------------------------------------------------
+        self._between.note(layer, rows, selected)
 
     def between_passes(self) -> None:
         """Looks at what the last decode step picked and at copies that are done; starts new ones. Never waits for the device.
@@ -212,63 +206,7 @@ class ExpertStore:
             self._on_demand.counters()
             return
         with self._lock:
-            picked = self._take_picks()
-            changed = self._settle()
-            moves = self.placement.plan(picked) if picked is not None and self.options.admit else []
-            changed += [move.evicted for move in moves if move.evicted != NONE]
-            self._point(changed)
-            if moves:
-                self._start_copies(moves)
-
-    def _take_picks(self) -> NDArray[np.int64] | None:
-        """Distinct records of the last decode step, or None when there was none or its picks are not here yet."""
-        if not self._pick_rows.all() or not self._picks_ready.query():
-            return None
-        picks = self._picks.numpy()
-        every = np.concatenate(
-            [picks[layer, :rows].ravel() + layer * self._records.num_experts for layer, rows in enumerate(self._pick_rows)]
-        )
-        self._counters["decode_steps"] += len(self._pick_rows)
-        self._counters["decode_picks"] += len(every)
-        self._counters["decode_hits"] += int(np.count_nonzero(self._where.ravel()[every] != NONE))
-        self._pick_rows[:] = 0
-        records = np.unique(every)
-        self._counters["decode_records_missed"] += int(np.count_nonzero(self._where.ravel()[records] == NONE))
-        self.placement.touch(records)
-        return records
-
-    def _settle(self) -> list[int]:
-        """Records whose copies are done."""
-        landed: list[int] = []
-        while self._landings and self._landings[0].done.query():
-            landing = self._landings.pop(0)
-            landed += [move.record for move in landing.moves if self.placement.landed(move.slot, move.record)]
-        return landed
-
-    def _point(self, records: Iterable[int]) -> None:
-        """Writes the tables of records whose placement changed, behind everything that the compute stream was given so far."""
-        ids = np.array(sorted(set(records)), np.int64)
-        if len(ids) == 0:
-            return
-        layers, experts = ids // self._records.num_experts, ids % self._records.num_experts
-        slots = np.array([self.placement.slot(int(record)) for record in ids], np.int64)
-        self._where[layers, experts] = slots
-        values = self._base(layers, experts, slots)[:, None] + self._records.offsets[layers]
-        rows = np.arange(values.shape[1], dtype=np.int64)
-        flat = (layers[:, None] * values.shape[1] + rows) * self._records.num_experts + experts[:, None]
-        message = torch.from_numpy(np.stack([flat.ravel(), values.ravel()])).to(self._table.device, non_blocking=True)
-        with torch.inference_mode():
-            self._table.view(-1).index_copy_(0, message[0], message[1])
-
-    def _start_copies(self, moves: list[Move]) -> None:
-        self._copy_stream.wait_stream(torch.cuda.current_stream(self._table.device))
-        with torch.cuda.stream(self._copy_stream):
-            for move in moves:
-                self._slots[move.slot].copy_(self._records.host[move.record], non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        self._landings.append(Landing(done, moves))
-        self._counters["bytes_copied"] += len(moves) * self._records.stride
+            self._between.look()
 
     # ---- prefill: staging a layer ahead ---------------------------------------------------------------------------------------------
 
@@ -335,7 +273,7 @@ class ExpertStore:
         """Empties the slots from `first` on."""
         if self._on_demand is None:
             with self._lock:
-                self._point(self.placement.vacate(range(first, self.placement.num_slots), remember=self.options.admit))
+                self._between.vacate(range(first, self.placement.num_slots))
             return
         self._on_demand.vacate(first, self.placement.num_slots - first)
         self._on_demand.flush()
@@ -358,7 +296,6 @@ class ExpertStore:
         # A copy that still runs reads what is about to be replaced.
         torch.cuda.synchronize(self._table.device)
         self._records.arena.rewrite(layer, expert, data)
-        record = layer * self._records.num_experts + expert
         if self._on_demand is not None:
             slot = int(self._on_demand.where()[layer, expert])
             if slot != NONE:
@@ -367,11 +304,7 @@ class ExpertStore:
             self._where[:] = self._on_demand.where()
         else:
             with self._lock:
-                changed = self._settle()
-                slot = self.placement.slot(record)
-                if slot != NONE:
-                    changed += self.placement.vacate([slot], remember=self.options.admit)
-                self._point(changed)
+                self._between.drop(layer * self._records.num_experts + expert)
         torch.cuda.synchronize(self._table.device)
 
     def place(self, records: Iterable[int]) -> None:
@@ -385,13 +318,7 @@ class ExpertStore:
             self._place_on_demand(self._on_demand, wanted)
             return
         with self._lock:
-            self._landings.clear()
-            self._pick_rows[:] = 0
-            lost = self.placement.vacate(range(self.placement.num_slots), remember=False)
-            for slot, record in enumerate(wanted[: self.placement.usable]):
-                self._slots[slot].copy_(self._records.host[record])
-                self.placement.put(record, slot)
-            self._point([*lost, *wanted])
+            self._between.place(wanted)
         torch.cuda.synchronize(self._table.device)
 
     def read_heat(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -422,6 +349,7 @@ class ExpertStore:
             self._on_demand.close()
         with self._lock:
             self._tensors.close()
+            self._between.close()
             self._slots = self._slots.new_empty((0, self._records.stride))  # a view would keep all of them
         self._staging.close()
         if self._elastic is not None:
@@ -439,7 +367,8 @@ class ExpertStore:
             return self._on_demand_stats(self._on_demand)
         with self._lock:
             return {
-                **self._counters,
+                **self._between.stats(),
+                "prefill_steps": self._prefill_steps,
                 **self._staging.stats(),
                 "slots": self.placement.num_slots,
                 "slots_used": self.placement.slots_used,
@@ -452,7 +381,7 @@ class ExpertStore:
     def _on_demand_stats(self, pager: OnDemand) -> dict[str, Any]:
         counters = pager.counters()
         return {
-            **self._counters,
+            "prefill_steps": self._prefill_steps,
             **self._staging.stats(),
             "decode_steps": counters.steps,
             "decode_picks": counters.picks,
