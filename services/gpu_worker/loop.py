@@ -16,11 +16,12 @@ from typing import TypeVar
 
 from services.common.errors import DeadlineExceeded, EngineFailed, Glm53Error, InvalidRequest, NotReady, QueueTimeout
 from services.common.trace_context import trace_id_of
-from services.gpu_worker.backends.base import Backend, BackendLostError, BreaksOff, Logits, PassBrokenOff, chunk_end, tail_end
+from services.gpu_worker.backends.base import Backend, BackendLostError, BreaksOff, Logits, PassBrokenOff
 from services.gpu_worker.contexts import Contexts, stream_of
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.generation import Generation
 from services.gpu_worker.metrics import EngineMetrics
+from services.gpu_worker.prefill import next_pass, run_pass
 from services.gpu_worker.queue import FairQueue
 from services.gpu_worker.request import Admitted, Failed, FinishReason, PrefillProgress, Request, RequestState
 
@@ -281,47 +282,25 @@ class EngineLoop:
             return False
         self._prefilling.remove(request)
         size = self._limits.busy_chunk_size if self._decoding else self._limits.chunk_size
-        start, feed = request.num_prefilled, request.feed
-        generation, page = self._generations[request.spec.request_id], self.backend.info.page_tokens
+        generation = self._generations[request.spec.request_id]
         scores = generation.wants_prompt_scores and request.times.prefilled is None
-        if scores and page:
-            # Such a backend computes scores page by page anyway, and rows of a whole chunk's logits are gigabytes of host memory.
-            size = min(size, page)
-        end = chunk_end(start, len(feed), size, page)
-        keep = self._contexts.kept_length(request)
-        if start < keep < end and self._contexts.wants(request, feed[:keep]):
-            end = keep
-        # Others wait for a chunk and its tail together, but less long than for both apart, and hardly longer than for the chunk alone.
-        until = end if scores else tail_end(end, len(feed), size, self.backend.info)
-        if until > end:
-            logits = self._prefill_joined(request, end, until)
-        else:
-            chunk = feed[start:end]
-            logits = self._forward([request], lambda: self.backend.prefill(stream_of(request), chunk, all_logits=scores))
-        if logits is None:
+        part = next_pass(request, size, self._contexts, self.backend.info, scores=scores)
+        done = self._forward([request], lambda: run_pass(self.backend, request, part))
+        if done is None:
             return True
-        request.num_prefilled = until
-        self.metrics.note_prefill(request, until - start)
-        if request.times.prefilled is None and not self._tell_prefilled(request, start, logits):
+        logits, between = done
+        self._contexts.keep_snapshot(request, request.feed[: part.end], between)
+        request.num_prefilled = part.until
+        self.metrics.note_prefill(request, part.until - part.start)
+        if request.times.prefilled is None and not self._tell_prefilled(request, part.start, logits):
             return True
-        if request.num_prefilled < len(feed):
-            if request.num_prefilled == keep:
-                self._contexts.keep(request, feed[:keep])
+        if request.num_prefilled < len(request.feed):
+            if request.num_prefilled == part.kept:
+                self._contexts.keep(request, request.feed[: part.kept])
             self._prefilling.append(request)
             return True
         self._end_prefill(request, logits[-1])
         return True
-
-    def _prefill_joined(self, request: Request, end: int, until: int) -> Logits | None:
-        """One pass over a chunk that ends at `end` and the tail behind it; the state between them is kept where it would be."""
-        chunk, tail = request.feed[request.num_prefilled : end], request.feed[end:until]
-        keep = end == self._contexts.kept_length(request) and self._contexts.wants(request, request.feed[:end])
-        done = self._forward([request], lambda: self.backend.prefill_joined(stream_of(request), chunk, tail, keep=keep))
-        if done is None:
-            return None
-        logits, snapshot = done
-        self._contexts.keep_snapshot(request, request.feed[:end], snapshot)
-        return logits
 
     def _tell_prefilled(self, request: Request, start: int, logits: Logits) -> bool:
         """Says how far the prompt is, with its scores; False when these cannot be told and the request has failed."""
