@@ -12,10 +12,9 @@ from cli.doctor.machine import GIB, shown
 from kernels.python import lib, segments
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmMismatch
+from services.common import shm_room
 from services.common.memory import Memory
 
-# Control region, job buffers and what a file system needs for itself.
-SLACK = 64 << 20
 # A gpu_worker with the small checkpoint, without its records; measured.
 OWN = 128 << 20
 # What the engine adds to the records of a large checkpoint.
@@ -51,24 +50,19 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
     left = path.stat().st_blocks * 512 if path.exists() else 0
     file_system = os.statvfs(shm_dir)
     free = file_system.f_bavail * file_system.f_frsize + left
-    size = _gib_up(need + SLACK)
     if free < need:
-        yield fail(
-            "shared memory",
-            f"{shm_dir} has {shown(free)} free, the expert records need {shown(need)}",
-            f"Make it at least {size} GiB: SHM_SIZE in compose's .env, sizeLimit of the volume shm on Kubernetes,"
-            f" mount -o remount,size={size}G {shm_dir} on bare metal.",
-        )
+        yield fail("shared memory", shm_room.too_small(shm_dir, free, need), shm_room.how_to_enlarge(shm_dir, need))
         return
     yield ok("shared memory", f"{shm_dir} has room for the expert records ({shown(need)})")
     usable = memory.limit if memory.capped else memory.host_available + left
     if usable < need + OWN:
+        wanted = need + shm_room.SLACK_BYTES
         where = "the container's memory limit is" if memory.capped else "the host has available"
         where_set = " (compose: WORKER_MEMORY in .env; Kubernetes: limits.memory)" if memory.capped else ""
         yield fail(
             "memory",
             f"{where} {shown(usable)}; the expert records need {shown(need)}, count as this process's memory, and are not all of it",
-            f"Give it at least {_gib_up(need + SLACK + OWN) if need < GIB else size + ENGINE // GIB} GiB{where_set}.",
+            f"Give it at least {_gib_up(wanted + (OWN if need < GIB else ENGINE))} GiB{where_set}.",
         )
 
 

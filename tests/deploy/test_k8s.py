@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cli.doctor import sharedmem
+from services.common import shm_room
 from services.common.settings import ServiceSettings
 from services.cpu_expert.settings import CpuExpertSettings
 from services.gateway.fleet.members import addresses_of
@@ -182,7 +182,7 @@ def test_the_records_fit(overlay: list[Manifest]) -> None:
     tiny = Checkpoint(ROOT / "models/tiny/checkpoint")
     tiny_bytes = sum(cpu_arena.expert_shape(tiny, layer).record_bytes for layer in tiny.config.moe_layers) * tiny.config.n_routed_experts
     need = RECORD_BYTES if "GLM53_MODEL_DIR" in environment(overlay, container(pod, "gpu-worker")) else tiny_bytes
-    assert in_bytes(shm["sizeLimit"]) >= need + sharedmem.SLACK
+    assert in_bytes(shm["sizeLimit"]) >= need + shm_room.SLACK_BYTES
     assert in_bytes(container(pod, "gpu-worker")["resources"]["limits"]["memory"]) > in_bytes(shm["sizeLimit"])
 
 

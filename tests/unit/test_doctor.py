@@ -34,7 +34,7 @@ from kernels.python import lib, segments
 from kernels.python._layout import ABI_VERSION
 from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
-from services.common import memory
+from services.common import memory, shm_room
 from services.common.errors import ConfigError
 from services.gpu_worker import download
 from services.gpu_worker.patches import upstream
@@ -418,7 +418,7 @@ def test_a_small_tmpfs_is_refused_with_the_size_to_pass(tmp_path: Path) -> None:
     need = room.f_bavail * room.f_frsize + 10 * GIB
     roomy = memory.Memory(10 * need, 0, 0, capped=True, host_available=10 * need)
     found = failed(sharedmem.room(str(tmp_path), "x", need, roomy))["shared memory"]
-    size = -(-(need + sharedmem.SLACK) // GIB)
+    size = -(-(need + shm_room.SLACK_BYTES) // GIB)
     assert f"size={size}G" in found.fix
     assert "sizeLimit" in found.fix
 
