@@ -14,6 +14,7 @@ namespace {
 
 constexpr uint32_t kGatherThreads = 256, kInFlight = 8;
 constexpr uint32_t kMostCopies = 64;                         /* of one launch: 1 KiB of its arguments */
+constexpr uint64_t kMostBytes = UINT64_C(1) << 40;           /* of one range: pieces of a launch are counted by 32 bits */
 constexpr uint32_t kWide = 16;                               /* bytes of one load */
 constexpr uint32_t kPieceWords = kGatherThreads * kInFlight; /* wide loads of a block at a time */
 constexpr uint32_t kShare = 4, kLeastBlocks = 4, kMostBlocks = 32;
@@ -21,7 +22,7 @@ constexpr uint32_t kShare = 4, kLeastBlocks = 4, kMostBlocks = 32;
 struct GatherArgs {
   MoeCudaCopy copies[kMostCopies];
   uint64_t bytes;
-  uint64_t pieces; /* of one range: whole and broken ones of kPieceWords loads */
+  uint32_t pieces; /* of one range: whole and broken ones of kPieceWords loads. 32 bits: dividing by 64 costs a call and registers */
   uint32_t count;
 };
 
@@ -33,8 +34,9 @@ __device__ __forceinline__ uint4 load_once(const uint4* from) {
 }
 
 __global__ void __launch_bounds__(kGatherThreads) gather_records(const __grid_constant__ GatherArgs args) {
-  const uint64_t wide = args.bytes / kWide, total = args.pieces * args.count;
-  for (uint64_t at = blockIdx.x; at < total; at += gridDim.x) {
+  const uint64_t wide = args.bytes / kWide;
+  const uint32_t total = args.pieces * args.count;
+  for (uint32_t at = blockIdx.x; at < total; at += gridDim.x) {
     const MoeCudaCopy copy = args.copies[at / args.pieces];
     const uint64_t piece = at % args.pieces, first = piece * kPieceWords + threadIdx.x;
     const uint4* from = reinterpret_cast<const uint4*>(copy.source);
@@ -55,14 +57,14 @@ __global__ void __launch_bounds__(kGatherThreads) gather_records(const __grid_co
 }
 
 /* Blocks of a launch on the thread's device. */
-int gather_blocks(uint64_t pieces, uint32_t* blocks) {
+int gather_blocks(uint32_t pieces, uint32_t* blocks) {
   int device = 0, multiprocessors = 0;
   cudaError_t code = cudaGetDevice(&device);
   if (code == cudaSuccess) code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (code != cudaSuccess) return fail("a gather finds no device: %s", cudaGetErrorString(code));
-  uint64_t most = static_cast<uint64_t>(multiprocessors) / kShare;
+  uint32_t most = static_cast<uint32_t>(multiprocessors) / kShare;
   most = most < kLeastBlocks ? kLeastBlocks : most > kMostBlocks ? kMostBlocks : most;
-  *blocks = static_cast<uint32_t>(pieces < most ? pieces : most);
+  *blocks = pieces < most ? pieces : most;
   return 0;
 }
 
@@ -73,14 +75,15 @@ using namespace glm53;
 
 extern "C" int moe_cuda_gather(const MoeCudaCopy* copies, uint32_t count, uint64_t bytes, void* stream) {
   if (copies == nullptr || count == 0 || bytes == 0) return fail("a gather of nothing: copies, count and bytes must not be 0");
+  if (bytes > kMostBytes) return fail("a gather of ranges of more than 1 TiB");
   for (uint32_t i = 0; i < count; ++i) {
     if (copies[i].to == 0 || copies[i].source == 0) return fail("copies[%u] has no address", i);
     if (copies[i].to % kWide != 0 || copies[i].source % kWide != 0) return fail("copies[%u] is not 16-byte aligned", i);
   }
   GatherArgs args;
   args.bytes = bytes;
-  const uint64_t wide = bytes / kWide;
-  args.pieces = wide / kPieceWords + 1; /* the last one may be empty: it has the bytes behind the wide loads */
+  args.pieces =
+      static_cast<uint32_t>(bytes / kWide / kPieceWords) + 1; /* the last one may be empty: it has the bytes behind the wide loads */
   for (uint32_t first = 0; first < count; first += kMostCopies) {
     args.count = count - first < kMostCopies ? count - first : kMostCopies;
     for (uint32_t i = 0; i < args.count; ++i) args.copies[i] = copies[first + i];
