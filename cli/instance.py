@@ -91,7 +91,7 @@ class Instance:
             with path.open("a+") as lock:
                 self._lock_now(lock)
         except OSError as error:
-            raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
+            raise self._state_dir_error(f"cannot open {path}: {error.strerror}") from None
 
     def _check_folders(self) -> None:
         if not (self._shm_dir.is_dir() and os.access(self._shm_dir, os.W_OK | os.X_OK)):
@@ -103,22 +103,20 @@ class Instance:
     def _check_state_dir(self) -> None:
         socket_path = os.fsencode(self._state_dir / "worker.sock")
         if len(socket_path) > MAX_SOCKET_PATH_BYTES:
-            raise ConfigError(
-                f"{os.fsdecode(socket_path)} has {len(socket_path)} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}:"
-                " choose a shorter GLM53_STATE_DIR",
-                param="GLM53_STATE_DIR",
+            raise self._state_dir_error(
+                f"its worker.sock has a path of {len(socket_path)} bytes, a socket's path at most {MAX_SOCKET_PATH_BYTES}", "a shorter one"
             )
         try:
             self._make_folder()
             owner = self._state_dir.stat()
         except OSError as error:
-            raise ConfigError(f"cannot make the state folder {self._state_dir}: {error.strerror}", param="GLM53_STATE_DIR") from None
+            raise self._state_dir_error(f"cannot make the state folder: {error.strerror}") from None
         # The default lies in a folder that everybody can write to: what somebody else put there first is not ours.
         if owner.st_uid not in (os.getuid(), 0):
-            raise ConfigError(
-                f"the state folder {self._state_dir} belongs to another user ({owner.st_uid}): choose another GLM53_STATE_DIR",
-                param="GLM53_STATE_DIR",
-            )
+            raise self._state_dir_error(f"the folder belongs to another user ({owner.st_uid})")
+
+    def _state_dir_error(self, problem: str, instead: str = "a folder that this user can make and write to") -> ConfigError:
+        return ConfigError(f"GLM53_STATE_DIR is {self._state_dir}: {problem}: name {instead}", param="GLM53_STATE_DIR")
 
     def _make_folder(self) -> None:
         for attempts_left in reversed(range(MAX_ATTEMPTS)):
@@ -139,7 +137,7 @@ class Instance:
             except OSError as error:
                 if isinstance(error, FileNotFoundError) and attempts_left:
                     continue
-                raise ConfigError(f"cannot open {path}: {error.strerror}", param="GLM53_STATE_DIR") from None
+                raise self._state_dir_error(f"cannot open {path}: {error.strerror}") from None
             try:
                 self._lock_now(lock)
             except ConfigError:
@@ -151,7 +149,7 @@ class Instance:
                     break
             lock.close()
         else:
-            raise ConfigError(f"{path} comes and goes: who else removes it?", param="GLM53_STATE_DIR")
+            raise self._state_dir_error(f"{path} comes and goes", "a folder that no other program clears")
         lock.seek(0)
         lock.truncate()
         lock.write(str(os.getpid()))

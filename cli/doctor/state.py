@@ -19,9 +19,7 @@ def check(settings: ServeSettings, env: Mapping[str, str]) -> Iterator[Finding]:
     try:
         Instance(settings.instance_name, Path(settings.shm_dir), folder).check()
     except ConfigError as error:
-        if error.param != "GLM53_INSTANCE":
-            yield fail("state folder", error.message, "Name a folder in GLM53_STATE_DIR that this user can make and write, or unset it.")
-        elif (own := network.running(settings.for_services(env))) is not None:
+        if error.param == "GLM53_INSTANCE" and (own := network.running(settings.for_services(env))) is not None:
             yield ok("state folder", f"{folder} is held by the server that runs here ({own})")
         else:
             yield fail("state folder", error.message)

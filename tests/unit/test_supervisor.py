@@ -264,19 +264,35 @@ def test_segments_of_a_running_worker_of_another_server_are_left_alone(dirs: tup
 
 
 def test_folders_that_cannot_be_used_are_named_with_their_setting(tmp_path: Path) -> None:
-    """A missing tmpfs, a state folder that cannot be made and one too long for a socket are settings errors."""
+    """A missing tmpfs, a state folder that cannot be made and one too long for a socket are settings errors with value and fix."""
     (tmp_path / "file").write_text("")
-    for shm, state, param in (
-        (tmp_path / "missing", tmp_path / "state", "GLM53_SHM_DIR"),
-        (tmp_path / "file", tmp_path / "state", "GLM53_SHM_DIR"),
-        (tmp_path, tmp_path / "file", "GLM53_STATE_DIR"),
-        (tmp_path, tmp_path / "file" / "state", "GLM53_STATE_DIR"),
-        (tmp_path, tmp_path / ("x" * 110), "GLM53_STATE_DIR"),
+    (tmp_path / "locked" / "lock").mkdir(parents=True)
+    writable, long = "a folder that this user can make and write to", tmp_path / ("x" * 110)
+    for shm, state, start, fix in (
+        (tmp_path / "missing", tmp_path / "state", f"GLM53_SHM_DIR is {tmp_path}/missing, ", ": name a tmpfs"),
+        (tmp_path / "file", tmp_path / "state", f"GLM53_SHM_DIR is {tmp_path}/file, ", ": name a tmpfs"),
+        (tmp_path, tmp_path / "file", f"GLM53_STATE_DIR is {tmp_path}/file: ", f": name {writable}"),
+        (tmp_path, tmp_path / "file" / "state", f"GLM53_STATE_DIR is {tmp_path}/file/state: ", f": name {writable}"),
+        (tmp_path, tmp_path / "locked", f"GLM53_STATE_DIR is {tmp_path}/locked: cannot open {tmp_path}/locked/lock", f": name {writable}"),
+        (tmp_path, long, f"GLM53_STATE_DIR is {long}: ", ": name a shorter one"),
     ):
         with pytest.raises(ConfigError) as caught:
             Instance("a", shm, state).acquire()
-        assert caught.value.param == param
-        assert param in caught.value.message or str(state) in caught.value.message
+        assert caught.value.param == start.split()[0]
+        assert caught.value.message.startswith(start)
+        assert caught.value.message.endswith(fix)
+
+
+def test_a_state_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever made it could put a lock or a socket of their own there."""
+    (tmp_path / "state").mkdir()
+    mine = os.getuid()
+    if mine == 0:
+        os.chown(tmp_path / "state", 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(ConfigError, match=r"^GLM53_STATE_DIR is .*/state: the folder belongs to another user \(\d+\): name a folder that"):
+        Instance("a", tmp_path, tmp_path / "state").acquire()
 
 
 def free_port() -> int:
