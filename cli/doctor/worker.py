@@ -71,7 +71,7 @@ class _WouldFetchError(Exception):
 def _as_the_start(settings: GpuWorkerSettings, *, on_gpu: bool) -> Iterator[Finding]:
     """What the start looks at by itself before it reads the checkpoint, by the same functions."""
     if on_gpu and not upstream.installed():
-        fix = "Run `scripts/install.sh --gpu` in this installation's folder, or use GLM53_DEVICE=cpu."
+        fix = f"Run {upstream.INSTALL}, or use GLM53_DEVICE=cpu."
         yield fail("device", f"GLM53_DEVICE={settings.device}: {upstream.PACKAGE} is not installed", fix)
     elif on_gpu:
         yield from _refused(upstream.check)

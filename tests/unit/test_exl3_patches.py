@@ -45,23 +45,24 @@ def test_a_fingerprint_covers_decorators_and_comments_and_nothing_else() -> None
 
 def test_another_version_is_refused_by_name() -> None:
     """Both versions are named, and the fix."""
-    with pytest.raises(ConfigError, match=r"exllamav3 1\.6\.5 is installed, this build needs 1\.5\.1: install exllamav3==1\.5\.1"):
-        guard.check("exllamav3", "1.6.5", "1.5.1", [target("free")], lambda _module: SOURCE)
+    with pytest.raises(ConfigError, match=r"exllamav3 1\.6\.5 is installed, this build needs 1\.5\.1: run make this"):
+        guard.check("exllamav3", "1.6.5", "1.5.1", [target("free")], lambda _module: SOURCE, "make this")
 
 
 def test_every_changed_function_is_named() -> None:
     """A changed and a missing function are both in the message; the unchanged one is not."""
     changed = SOURCE.replace("return 1", "return 9").replace("def free", "def gone")
     with pytest.raises(ConfigError) as refused:
-        guard.check("p", "1", "1", [target("Outer.method"), target("free"), target("deco")], lambda _module: changed)
+        guard.check("p", "1", "1", [target("Outer.method"), target("free"), target("deco")], lambda _module: changed, "make this")
     assert "pkg.mod.Outer.method (" in refused.value.message
     assert "pkg.mod.free (missing" in refused.value.message
     assert "pkg.mod.deco" not in refused.value.message
+    assert refused.value.message.endswith(". Remove it (`python -m pip uninstall p` in this environment), then run make this")
 
 
 def test_the_known_source_passes() -> None:
     """No error for what was read."""
-    guard.check("p", "1", "1", [target("Outer.method"), target("free")], lambda _module: SOURCE)
+    guard.check("p", "1", "1", [target("Outer.method"), target("free")], lambda _module: SOURCE, "make this")
 
 
 class Base:

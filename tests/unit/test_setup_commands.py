@@ -14,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 from services.common import otel
 from services.common.errors import ConfigError
+from services.gpu_worker.patches import upstream
 from tests.support import missing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,25 @@ def test_no_error_about_packages_leads_around_the_pinned_versions(monkeypatch: p
     assert "pip install" not in refused.value.message
     (target,) = re.findall(r"`make ([a-z-]+)`", refused.value.message)
     assert re.search(r"^tools/pip_install\.sh \S*\botel\b", would_run(target), re.MULTILINE)
+
+
+def test_errors_about_exllamav3_lead_to_the_script_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing or of another version: the way of docs/install.md, which brings the version that the patches are for."""
+    monkeypatch.setattr(upstream.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ConfigError) as missing_one:
+        upstream.check()
+    monkeypatch.setattr(upstream, "_source", lambda _module: '__version__ = "1.0"')
+    with pytest.raises(ConfigError) as other:
+        upstream.check()
+    for message in (missing_one.value.message, other.value.message):
+        assert "pip install" not in message
+        assert message.endswith(": run `scripts/install.sh --gpu` in this installation's folder")
+    assert re.search(
+        r"^ +scripts/install\.sh .*exllamav3 " + re.escape(upstream.VERSION), (ROOT / "docs/install.md").read_text(), re.MULTILINE
+    )
+    brought = (ROOT / "deploy/docker/requirements/gpu-worker.in").read_text().splitlines()
+    assert f"{upstream.PACKAGE}=={upstream.VERSION}" in brought
+    assert "requirements/gpu-worker.in" in (ROOT / "scripts/install.sh").read_text()
 
 
 def test_what_was_added_stays_of_the_pinned_versions(tmp_path: Path) -> None:

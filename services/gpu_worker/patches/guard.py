@@ -59,7 +59,7 @@ def fingerprint(source: str, qualname: str) -> str:
     return hashlib.sha256(source_of(source, qualname).encode()).hexdigest()[:FINGERPRINT_CHARS]
 
 
-def check(package: str, found: str, wanted: str, targets: Iterable[Target], read_source: Callable[[str], str]) -> None:
+def check(package: str, found: str, wanted: str, targets: Iterable[Target], read_source: Callable[[str], str], install: str) -> None:
     """Raises unless version and every fingerprint are the known ones.
 
     Args:
@@ -68,12 +68,13 @@ def check(package: str, found: str, wanted: str, targets: Iterable[Target], read
         wanted: the version that the patches were written for.
         targets: what they rely on.
         read_source: gives the source text of a module by its dotted name.
+        install: the command that brings the wanted version, for the message.
 
     Raises:
         ConfigError: names the version, or every function that differs, with what to do.
     """
     if found != wanted:
-        raise ConfigError(f"{package} {found} is installed, this build needs {wanted}: install {package}=={wanted}", param="GLM53_DEVICE")
+        raise ConfigError(f"{package} {found} is installed, this build needs {wanted}: run {install}", param="GLM53_DEVICE")
     changed = []
     for target in targets:
         try:
@@ -84,6 +85,8 @@ def check(package: str, found: str, wanted: str, targets: Iterable[Target], read
             changed.append(f"{target.module}.{target.qualname} ({seen}, need {target.fingerprint})")
     if changed:
         raise ConfigError(
-            f"{package} {found} is not the published one, so it is not patched: {'; '.join(changed)}. Install {package}=={wanted}",
+            f"{package} {found} is not the published one, so it is not patched: {'; '.join(changed)}."
+            # The same version over it would change nothing.
+            f" Remove it (`python -m pip uninstall {package}` in this environment), then run {install}",
             param="GLM53_DEVICE",
         )

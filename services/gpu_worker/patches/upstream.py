@@ -12,6 +12,8 @@ from services.gpu_worker.patches.guard import Target
 
 PACKAGE = "exllamav3"
 VERSION = "1.5.1"
+# Brings that version with the torch it was built for, and builds its extension, which a bare pip would not.
+INSTALL = "`scripts/install.sh --gpu` in this installation's folder"
 # Its autotuned kernels: a part that it imports only when the first pass needs it.
 TUNED = "exllamav3.vendor.fla"
 
@@ -54,7 +56,7 @@ def _source(module: str) -> str:
     """Source text of a module, without importing it: importing exllamav3 would compile or load its extension."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ConfigError(f"{PACKAGE} is not installed: pip install {PACKAGE}=={VERSION}", param="GLM53_DEVICE")
+        raise ConfigError(f"{PACKAGE} is not installed: run {INSTALL}", param="GLM53_DEVICE")
     root = pathlib.Path(spec.submodule_search_locations[0])
     path = root.joinpath(*module.split(".")[1:]).with_suffix(".py")
     if not path.is_file():
@@ -69,4 +71,4 @@ def check() -> None:
         ConfigError: names version or functions, and the fix.
     """
     match = re.search(r"""^__version__\s*=\s*["']([^"']+)["']""", _source(f"{PACKAGE}.version"), re.MULTILINE)
-    guard.check(PACKAGE, match[1] if match else "unknown", VERSION, TARGETS, _source)
+    guard.check(PACKAGE, match[1] if match else "unknown", VERSION, TARGETS, _source, INSTALL)
