@@ -98,7 +98,6 @@ class PagerPolicy:
     # aside for them.
     hint_records: int = 0
     hint_chunk: int = 1 << 20  # bytes of one copy of a hint; the copies of a step wait for two of them at most
-    hint_rows: int = 0  # who asks for steps asks for no hint in steps of more rows; 0: in all
 
 
 @dataclasses.dataclass(frozen=True)

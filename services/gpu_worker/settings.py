@@ -166,7 +166,7 @@ class GpuWorkerSettings(ServiceSettings):
         "auto",
         validation_alias="GLM53_EC_HINTS",
         description="On a GPU, where missing experts are copied in the step: most that a guess of the next layer's picks brings ahead,"
-        " 1 to 8; off: no guesses. auto: 3, in fast only while one stream decodes: with more the CPU lane leaves nothing to win.",
+        " 1 to 8; off: no guesses. auto: 3 in exact, off in fast, where the CPU lane leaves little to win.",
     )
     ec_reserve_gb: float = Field(
         1.0, validation_alias="GLM53_EC_RESERVE_GB", ge=0, le=1024, description="VRAM that expert slots leave free, GiB."

@@ -89,9 +89,9 @@ def test_fast_falls_back_to_exact_and_says_why() -> None:
 
 def test_hints_are_taken_where_steps_bring_what_is_missing() -> None:
     """A number in `fast` and in exact with in_step; auto is on in exact alone, and off everywhere that no step brings anything."""
-    assert [loader.resolve_hints(asked, "exact", brings=True) for asked in ("auto", "off", 1, 8)] == [(3, 0), (0, 0), (1, 0), (8, 0)]
-    assert [loader.resolve_hints(asked, "fast", brings=True) for asked in ("auto", "off", 1, 8)] == [(3, 1), (0, 0), (1, 0), (8, 0)]
-    assert [loader.resolve_hints(asked, "exact", brings=False) for asked in ("auto", "off")] == [(0, 0), (0, 0)]
+    assert [loader.resolve_hints(asked, "exact", brings=True) for asked in ("auto", "off", 1, 8)] == [3, 0, 1, 8]
+    assert [loader.resolve_hints(asked, "fast", brings=True) for asked in ("auto", "off", 1, 8)] == [0, 0, 1, 8]
+    assert [loader.resolve_hints(asked, "exact", brings=False) for asked in ("auto", "off")] == [0, 0]
     with pytest.raises(ConfigError, match=r"GLM53_EC_HINTS=3 needs .*GLM53_MODE=fast, or exact with GLM53_EC_ADMISSION=in_step; or unset"):
         loader.resolve_hints(3, "exact", brings=False)
 

@@ -97,7 +97,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     shapes = cpu_arena.expert_shapes(checkpoint)
     mode, mode_reason = resolve_mode(settings.mode, fast_setup.problem(shapes, settings.mode))
     in_step = runs_in_step(settings)
-    hint_records, hint_rows = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
+    hints = resolve_hints(settings.ec_hints, mode, brings=mode == "fast" or in_step)
     copy = resolve_copy(settings.ec_copy, brings=mode == "fast" or in_step)
     copy_way.check(copy)
     check_machine(settings, checkpoint, shapes)
@@ -122,11 +122,7 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     options = ExpertOptions(
         PlacementOptions(admit_after=settings.ec_admit_after),
         on_demand=in_step,
-        pager=PagerPolicy(
-            admit_after=settings.ec_admit_after,
-            hint_records=0 if slots == loaded.records.num_records else hint_records,
-            hint_rows=hint_rows,
-        ),
+        pager=PagerPolicy(admit_after=settings.ec_admit_after, hint_records=0 if slots == loaded.records.num_records else hints),
         copy=copy,
         fast=fast_setup.make(settings, arena, checkpoint.config.num_experts_per_tok) if mode == "fast" else None,
     )

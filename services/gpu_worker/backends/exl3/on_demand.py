@@ -69,7 +69,6 @@ class OnDemand:
         self._picks = pinned_empty((records.num_layers, max_rows * top_k))
         self._words = pinned_empty((WORDS_BYTES // 8,)).zero_()
         self._hints: torch.Tensor | None = None
-        self._hint_rows = (policy.hint_rows if policy is not None else 0) or max_rows
         if policy is not None and policy.hint_records:
             self._hints = pinned_empty((records.num_layers, max_rows * HINT_WIDTH))
         self._early: EarlyPicks | None = None
@@ -140,11 +139,8 @@ class OnDemand:
         self._early = early
 
     def hint(self, layer: int, rows: int, stream: int) -> None:
-        """Enqueues the guess of what layer + 1 picks, between the halves of this layer's step; nothing where there is no guess.
-
-        Nothing either for more rows than the policy wants hints for.
-        """
-        if rows > self._hint_rows or self._early is None or (ids := self._early(layer, rows)) is None:
+        """Enqueues the guess of what layer + 1 picks, between the halves of this layer's step; nothing where there is no guess."""
+        if self._early is None or (ids := self._early(layer, rows)) is None:
             return
         self._pager.hint(layer + 1, rows, ids.data_ptr(), ids.shape[1], stream)
 

@@ -13,8 +13,7 @@ DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
 # Records of a layer that a guess brings ahead. At the recall that is known a step of exact is 1.09 times as quick with them, one of fast
 # 1.03 times at one stream and 0.99 at four (docs/results/gpu_fast.json, hint_*).
-# By mode: most records that a hint brings ahead, and most rows of a step with hints (0: any).
-AUTO_HINTS = {"exact": (3, 0), "fast": (3, 1)}
+AUTO_HINTS = {"exact": 3, "fast": 0}
 AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one to four streams is 7 to 21 % shorter
 
 
@@ -55,8 +54,8 @@ def resolve_mode(mode: str, problem: str) -> tuple[Literal["exact", "fast"], str
     raise ConfigError(f"GLM53_MODE={mode} is not served on the GPU: use auto, exact or fast", param="GLM53_MODE")
 
 
-def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> tuple[int, int]:
-    """Most records that a hint brings ahead, 0 for no hints; and most rows of a step that has hints, 0 for any.
+def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> int:
+    """Most records that a hint brings ahead, 0 for no hints.
 
     Args:
         asked: GLM53_EC_HINTS.
@@ -67,14 +66,14 @@ def resolve_hints(asked: str | int, mode: str, *, brings: bool) -> tuple[int, in
         ConfigError: hints were asked for, and nothing would take them.
     """
     if asked == "off" or (asked == "auto" and not brings):
-        return 0, 0
+        return 0
     if not brings:
         raise ConfigError(
             f"GLM53_EC_HINTS={asked} needs decode steps that copy what is missing: GLM53_MODE=fast, or exact with "
             "GLM53_EC_ADMISSION=in_step; or unset it",
             param="GLM53_EC_HINTS",
         )
-    return AUTO_HINTS[mode] if asked == "auto" else (int(asked), 0)
+    return AUTO_HINTS[mode] if asked == "auto" else int(asked)
 
 
 def resolve_copy(asked: Literal["auto", "engine", "gather"], *, brings: bool) -> Literal["auto", "engine", "gather"]:
