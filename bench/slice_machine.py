@@ -22,7 +22,16 @@ GROW_WAIT_S = 30.0  # the waits took no longer than this in all
 
 
 class _NvmlMemory(ctypes.Structure):
-    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+    _fields_ = [
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
+
+
+_MEMORY_VERSION = ctypes.sizeof(_NvmlMemory) | 2 << 24  # as nvml.h makes it
 
 
 class Nvml:
@@ -48,10 +57,21 @@ class Nvml:
             raise OSError(f"{name} gives {code}")
 
     def used(self) -> int:
-        """Bytes in use, by whomever."""
-        memory = _NvmlMemory()
-        self._call("nvmlDeviceGetMemoryInfo", self._device, ctypes.byref(memory))
-        return int(memory.used)
+        """Bytes in use, by whomever; without what the driver keeps for itself, which CUDA gives nobody, and more of on a larger GPU.
+
+        NVML's own count of what is used has that in it or not, by the driver's version.
+        """
+        memory = self._memory()
+        return int(memory.total - memory.free - memory.reserved)
+
+    def reserved(self) -> int:
+        """Bytes that the driver keeps for itself."""
+        return int(self._memory().reserved)
+
+    def _memory(self) -> _NvmlMemory:
+        memory = _NvmlMemory(version=_MEMORY_VERSION)
+        self._call("nvmlDeviceGetMemoryInfo_v2", self._device, ctypes.byref(memory))
+        return memory
 
 
 class PeakSampler:

@@ -85,7 +85,8 @@ def turns(backend: Any, seconds: float) -> Row:
     from bench.slice_machine import Nvml, PeakSampler, vram_of
 
     found: list[dict[str, int]] = []
-    with PeakSampler(Nvml().used) as peak:
+    driver = Nvml()
+    with PeakSampler(driver.used) as peak:
         began = vram_of(peak)
         tokens = backend.info.max_context - slice_ours.ROUND_STEPS
 
@@ -94,7 +95,7 @@ def turns(backend: Any, seconds: float) -> Row:
                 found.append(vram_of(peak))
 
         row = slice_ours.alternate(backend, tokens, time.monotonic() + seconds, at_step)
-        row |= peaks(began, found)
+        row |= peaks(began, found) | {"vram_reserved_mib": driver.reserved() >> 20}
         stats = backend.stats()
         return row | {name: stats[name] for name in ("slots", "slot_lendings", "slot_bytes_lent") if name in stats}
 
