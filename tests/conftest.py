@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+THREAD_END_S = 5.0
 TURN_S = 900.0  # more than the longest test may take
 
 
@@ -19,6 +21,29 @@ def clean_environ(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("GLM53_") or name in {"HOST", "PORT", "SERVED_NAME"}:
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_pager_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test leaves a pager's thread, which would go on looking at memory that the test gave back."""
+    before, failed = threads_named("pager"), request.session.testsfailed
+    yield
+    deadline = time.monotonic() + THREAD_END_S
+    while left := threads_named("pager") - before:
+        if request.session.testsfailed != failed:
+            return  # a failed test's traceback holds what it used
+        assert time.monotonic() < deadline, f"{len(left)} pagers were not closed"
+        time.sleep(0.01)  # the kernel shows a thread for a moment after it was joined
+
+
+def threads_named(name: str) -> set[str]:
+    """Ids of this process's threads that have the name."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if (task / "comm").read_text().strip() == name:
+                found.add(task.name)
+    return found
 
 
 class Turns:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pathlib
 import types
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -132,14 +134,21 @@ class FakeKernels:
 
 
 @pytest.fixture(autouse=True)
-def immediate(driver: pager_base.ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's libraries are replaced; the pager is the real one."""
+def immediate(driver: pager_base.ImmediateDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device's libraries are replaced; the pager is the real one, and ends with the test."""
     FakeKernels.made = []
+    pagers: weakref.WeakSet[FastPager] = weakref.WeakSet()  # any other must end before the memory that it works on
+
+    def make_pager(*arguments: Any) -> FastPager:
+        pager: FastPager = real(*arguments[:-1], driver=arguments[-1] or driver.table)
+        pagers.add(pager)
+        return pager
+
     kernels = FastKernels(ImmediateGpu(), FakeKernels.made)  # type: ignore[arg-type]
     real: Any = FastPager
     monkeypatch.setattr(fast, "CudaExperts", FakeKernels)
     monkeypatch.setattr(cuda_expert, "step_functions", lambda: kernels.functions)
-    monkeypatch.setattr(fast, "FastPager", lambda *arguments: real(*arguments[:-1], driver=arguments[-1] or driver.table))
+    monkeypatch.setattr(fast, "FastPager", make_pager)
     monkeypatch.setattr(fast, "pinned", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     monkeypatch.setattr(fast, "MappedRegion", lambda region, _records: types.SimpleNamespace(on_device=region.address, close=lambda: None))
     monkeypatch.setattr(
@@ -147,6 +156,9 @@ def immediate(driver: pager_base.ImmediateDriver, monkeypatch: pytest.MonkeyPatc
         "FirstLaunches",
         lambda *_: types.SimpleNamespace(publish=lambda *_: None, run=lambda _: None, time=lambda *_: (3.0, 2.0)),
     )
+    yield
+    for pager in pagers:
+        pager.close()
 
 
 @pytest.mark.parametrize("shared_inside", [True, False])
