@@ -15,6 +15,8 @@
 
 namespace glm53 {
 
+inline double us_between(uint64_t start_ns, uint64_t end_ns) { return static_cast<double>(end_ns - start_ns) * 1e-3; }
+
 // Of records like those of layer 0: what a job costs by itself, and one expert with 1..8 rows.
 struct LaneRates {
   double job_us = 0;
