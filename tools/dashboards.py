@@ -137,7 +137,11 @@ TIERS = (
         "sum(increase(glm53_cpu_lane_aborts_total[1h]))",
         text="CPU-lane jobs of the last hour that the worker computed itself.",
     ),
-    stat("Bad records", "sum(increase(glm53_checksum_failures_total[1d]))", text="Records or slots whose bytes were wrong, last day."),
+    stat(
+        "Bad records",
+        "sum(max_over_time(glm53_checksum_failures_total[1d]))",
+        text="Records or slots whose bytes were wrong, since a worker began that ran in the last day.",
+    ),
     stat("Arena", "sum(glm53_arena_bytes)", "bytes", "Expert records in shared memory."),
     Panel(
         "Picks by lane", ((rate("glm53_expert_picks_total", "lane"), "{{lane}}"),), "ops", "Where routed picks were computed or fetched."

@@ -20,9 +20,9 @@ HEAD = """# Metrics
 
 What `/metrics` of each service has, in Prometheus' text format. gateway: its HTTP port; it passes the worker's on unless
 `GLM53_WORKER_METRICS=0`. gpu_worker: `GLM53_WORKER_HTTP`. cpu_expert: `GLM53_EXPERT_HTTP`. A histogram has `_bucket`, `_sum` and `_count`;
-counters and histograms also have `_created`. The `vllm:*` names are vLLM's, so that dashboards made for it work. What the rules
-of deploy/prometheus and the dashboards of deploy/grafana make of them is in [operations.md](operations.md). Written by
-`python -m tools.metrics_table`.
+counters, but for `glm53_expert_picks_total`, and histograms also have `_created`. The `vllm:*` names are vLLM's, so that dashboards made
+for it work. What the rules of deploy/prometheus and the dashboards of deploy/grafana make of them is in [operations.md](operations.md).
+Written by `python -m tools.metrics_table`.
 
 | name | kind | labels | meaning | exported by |
 |---|---|---|---|---|
@@ -74,9 +74,10 @@ def _declared_labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
 
 
 def names() -> set[str]:
-    """Every series name that a query may use, without `_created`."""
+    """Every series name that a query may use; of `_created`, those of the tiers."""
     parts = {"histogram": ("_bucket", "_sum", "_count")}
-    return {row.name + part for row in rows() for part in parts.get(row.kind, ("",))}
+    found = {row.name + part for row in rows() for part in parts.get(row.kind, ("",))}
+    return found | {sample.name for family in TierCollector(_EveryStat).collect() for sample in family.samples}
 
 
 def table() -> str:

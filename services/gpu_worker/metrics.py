@@ -234,7 +234,7 @@ class TierCollector(Collector):
         "planner_error_pct": ("glm53_planner_error_ratio", "Median error of the foretold time of decode steps, 0..1.", 0.01, False),
         "aborts": ("glm53_cpu_lane_aborts", "Jobs given up.", 1, True),
         "recomputed_picks": ("glm53_recomputed_picks", "Picks of given-up jobs computed again.", 1, True),
-        "checksum_failures": ("glm53_checksum_failures", "Records or slots whose bytes were wrong.", 1, True),
+        "checksum_failures": ("glm53_checksum_failures", "Records or slots found with wrong bytes, at start or by VerifyTiers.", 1, True),
         "slots": ("glm53_expert_slots", "Slots.", 1, False),
         "slots_used": ("glm53_expert_slots_used", "Slots that hold a record.", 1, False),
         "cache_pages": ("glm53_cache_pages", "Pages of the GPU's key-value cache.", 1, False),
@@ -245,6 +245,7 @@ class TierCollector(Collector):
 
     def __init__(self, stats: Callable[[], dict[str, Any]]) -> None:
         self._stats = stats
+        self._created = time.time()
 
     def collect(self) -> Iterator[Metric]:
         """One reading."""
@@ -252,9 +253,14 @@ class TierCollector(Collector):
         for name, (metric, text, unit, is_counter) in self._FLAT.items():
             value = stats.get(name)
             if isinstance(value, int | float):
-                family = CounterMetricFamily(metric, text) if is_counter else GaugeMetricFamily(metric, text)
-                family.add_metric([], float(value) * unit)
-                yield family
+                if is_counter:
+                    counter = CounterMetricFamily(metric, text)
+                    # A count may begin above nought: what the check of a re-attached arena found before the first scrape is no increase to
+                    # Prometheus. When the count began tells a rule that it is new.
+                    counter.add_metric([], float(value) * unit, created=self._created)
+                    yield counter
+                else:
+                    yield GaugeMetricFamily(metric, text, float(value) * unit)
         if lane := stats.get("lane"):
             state = lane.get("state")
             yield GaugeMetricFamily("glm53_cpu_lane_enabled", "1 when the mode has a CPU lane.", float(state != "OFF"))

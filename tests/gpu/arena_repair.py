@@ -50,8 +50,9 @@ def main() -> None:
         for token in range(40):
             digest.update(backend.decode([stream], [token + 50]).tobytes())
         backend.close_stream(stream)
-        checked, verified = backend.stats().get("arena_check"), vars(backend.verify())
-        json.dump({"arena": backend.info.arena, "check": checked, "verify": verified, "logits": digest.hexdigest()}, sys.stdout)
+        verified, stats = vars(backend.verify()), backend.stats()
+        found = {"check": stats.get("arena_check"), "verify": verified, "checksum_failures": stats["checksum_failures"]}
+        json.dump({"arena": backend.info.arena, **found, "logits": digest.hexdigest()}, sys.stdout)
     finally:
         backend.close()
 

@@ -47,4 +47,5 @@ def test_records_that_went_bad_are_repaired_while_serving(shm_dir: Path, admissi
     assert (second["check"]["bad"], second["check"]["repaired"], second["check"]["done"]) == (len(bad), len(bad), True)
     assert (second["verify"]["records_bad"], second["verify"]["slots_bad"]) == (0, 0)
     assert second["verify"]["slots_checked"] > 0
+    assert (first["checksum_failures"], second["checksum_failures"]) == (0, len(bad))
     assert second["logits"] == first["logits"]

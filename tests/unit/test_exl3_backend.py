@@ -91,7 +91,7 @@ class FakeExperts:
         self.unwanted = None
 
     def stats(self) -> dict[str, Any]:
-        return {"slots": 1}
+        return {"slots": 1, "checksum_failures": 3}
 
     def repair(self, layer: int, expert: int, data: Any) -> None:
         self.events.append((layer, expert, data.tolist()))
@@ -281,7 +281,7 @@ def test_pages_are_told(made: Any) -> None:
     """All of the cache's, and those that nobody has."""
     backend, _, _, _ = made
     backend.extend(backend.open_stream(), 2 * PAGE_TOKENS)
-    assert backend.stats() == {"slots": 1, "cache_pages": 5, "cache_pages_free": 3, "cache_pages_kept": 0}
+    assert backend.stats() == {"slots": 1, "checksum_failures": 3, "cache_pages": 5, "cache_pages_free": 3, "cache_pages_kept": 0}
 
 
 def test_more_tokens_than_the_cache_has_fail_this_call_alone(made: Any) -> None:
@@ -405,3 +405,4 @@ def test_a_device_error_in_a_repair_loses_the_record_and_a_lost_record_the_backe
     assert not arena.has_name
     backend.check.close()
     assert backend.stats()["arena_check"] == {"checked": 7, "bad": 1, "repaired": 0, "done": False}
+    assert backend.stats()["checksum_failures"] == 3 + 1

@@ -454,12 +454,17 @@ def test_closing_points_everything_at_the_host() -> None:
 
 
 def test_a_damaged_slot_is_counted() -> None:
-    """verify() compares each slot with its record."""
+    """verify() compares each slot with its record, and each record with its checksum; what it finds adds up."""
     world = World(4, ExpertOptions())
     world.store.place([3, 4])
+    assert world.store.stats()["checksum_failures"] == 0
     world.store._slots[1, 100] ^= 1
     report = world.store.verify()
     assert (report.records_checked, report.records_bad, report.slots_checked, report.slots_bad) == (LAYERS * EXPERTS, 0, 2, 1)
+    assert world.store.stats()["checksum_failures"] == 1
+    world.records.arena.check = lambda layer, expert: (layer, expert) not in {(0, 7), (1, 2)}
+    assert world.store.verify().records_bad == 2
+    assert world.store.stats()["checksum_failures"] == 4
 
 
 def test_a_slot_that_cannot_be_read_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,21 @@ def test_every_pass_reads_the_right_bytes(driver: ImmediateDriver, num_slots: in
             world.read(layer, expert)
 
 
+def test_a_damaged_slot_is_counted(driver: ImmediateDriver) -> None:
+    """As without a pager: what verify() finds bad is in the counters."""
+    world = make(9)
+    for _ in range(8):
+        world.decode(random.Random(7), 8)
+    held = next(slot for slot in range(9) if world.store._record_in(slot) != NONE)
+    assert world.store.stats()["checksum_failures"] == 0
+    world.store._slots[held, 100] ^= 1
+    world.records.arena.check = lambda layer, expert: (layer, expert) != (2, 3)
+    report = world.store.verify()
+    assert (report.records_bad, report.slots_bad) == (1, 1)
+    assert world.store.stats()["checksum_failures"] == 2
+    world.store.close()
+
+
 def test_placed_records_are_hits(driver: ImmediateDriver) -> None:
     """With every record placed and the host's bytes overwritten, all passes read what was loaded."""
     world = make(LAYERS * EXPERTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pathlib
 import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from prometheus_client.parser import text_string_to_metric_families
 
 from kernels.python import segments
 from kernels.python.arena import Arena
@@ -108,6 +110,12 @@ def leave_arena(model_dir: pathlib.Path, shm_dir: pathlib.Path) -> None:
     gc.collect()  # with the last user of the mapping goes its lock
 
 
+def exported(worker: RunningWorker) -> dict[str, float]:
+    """What /metrics has of bad records, by series."""
+    families = text_string_to_metric_families(worker.engine.metrics.prometheus_text().decode())
+    return {sample.name: sample.value for family in families for sample in family.samples if "checksum_failures" in sample.name}
+
+
 def backend_of(worker: RunningWorker) -> CpuBackend:
     backend = worker.engine.backend
     assert isinstance(backend, CpuBackend)
@@ -130,6 +138,9 @@ def test_a_restarted_worker_repairs_what_it_took_over(
     report = backend.verify()
     assert (report.records_bad, report.slots_bad) == (0, 0)
     assert heir.generate(max_tokens=12).ids == expected
+    # Counted before anybody could scrape: with when the count began, it can be told from an old one.
+    assert exported(heir)["glm53_checksum_failures_total"] == 2
+    assert 0 <= time.time() - exported(heir)["glm53_checksum_failures_created"] < 300
 
 
 def test_a_gpu_worker_checks_the_records_that_it_took_over(checkpoint_dir: pathlib.Path, tmp_path: pathlib.Path) -> None:

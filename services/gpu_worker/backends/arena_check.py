@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,6 +122,19 @@ class ArenaCheck:
             log.critical("%s", self.lost)
             return
         self.repaired += 1
+
+
+def count_in(stats: dict[str, Any], check: ArenaCheck | None) -> dict[str, Any]:
+    """A backend's counters with the check's: `arena_check` beside them, what it found bad within `checksum_failures`.
+
+    Args:
+        stats: with `checksum_failures`, of whatever else compares checksums.
+        check: None where the worker filled the arena itself.
+    """
+    if check is None:
+        return stats
+    found = check.stats()
+    return {**stats, "checksum_failures": stats["checksum_failures"] + found["bad"], "arena_check": found}
 
 
 def of_checkpoint(arena: CheckedArena, checkpoint: Checkpoint, shapes: Sequence[ExpertShape], repair: Repair) -> ArenaCheck:

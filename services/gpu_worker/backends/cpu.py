@@ -150,8 +150,7 @@ class CpuBackend:
         """The tier engine's counters, and those of the check of a re-attached arena."""
         if self._tiers is None:
             return {}
-        check = self._tiers.check
-        return {**self._tiers.engine.stats(), **({"arena_check": check.stats()} if check is not None else {})}
+        return arena_check.count_in(self._tiers.engine.stats(), self._tiers.check)
 
     def verify(self) -> VerifyReport:
         """Re-reads every record and slot."""

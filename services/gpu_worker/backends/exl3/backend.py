@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.gpu_worker.backends.arena_check import ArenaCheck
+from services.gpu_worker.backends.arena_check import ArenaCheck, count_in
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
 from services.gpu_worker.backends.exl3 import joined
 from services.gpu_worker.backends.exl3.experts import DECODE_ROWS, ExpertStore
@@ -374,11 +374,10 @@ class Exl3Backend:
         """Counters of the experts, the cache's pages, the check of a re-attached arena, and how long the start took."""
         pages = self._pages
         return {
-            **self.experts.stats(),
+            **count_in(self.experts.stats(), self.check),
             "cache_pages": pages.num_pages,
             "cache_pages_free": pages.num_free,
             "cache_pages_kept": pages.num_kept,
-            **({"arena_check": self.check.stats()} if self.check is not None else {}),
             **({"start_s": self.start_times.stats()} if self.start_times is not None else {}),
         }
 

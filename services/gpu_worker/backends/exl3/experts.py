@@ -126,6 +126,7 @@ class ExpertStore:
         self._unwanted: Callable[[], bool] | None = None
         self._table.copy_(torch.from_numpy(self._host_addresses[:, None, :] + records.offsets[:, :, None]))
         self._prefill_steps = 0
+        self._checksum_failures = 0  # records and slots that verify() found bad
 
     # ---- the patch's side ----------------------------------------------------------------------------------------------------------
 
@@ -368,6 +369,7 @@ class ExpertStore:
         with self._lock:
             return {
                 **self._between.stats(),
+                "checksum_failures": self._checksum_failures,
                 "prefill_steps": self._prefill_steps,
                 **self._staging.stats(),
                 "slots": self.placement.num_slots,
@@ -394,6 +396,7 @@ class ExpertStore:
             "slots_used": int(np.count_nonzero(pager.where() != NONE)),
             "admissions": counters.admitted,
             "arena_bytes": self._records.num_bytes,
+            "checksum_failures": self._checksum_failures,
             **pager.copy_way.stats(),
             **hint_stats(pager.hint_counters()),
             **(self._fast.stats() if self._fast is not None else {}),
@@ -420,6 +423,8 @@ class ExpertStore:
             checked += 1
             size = self._records.shapes[record // self._records.num_experts].record_bytes
             bad_slots += not torch.equal(held[:size], self._records.host[record][:size])
+        with self._lock:  # calls of VerifyTiers may overlap
+            self._checksum_failures += bad + bad_slots
         return VerifyReport(self._records.num_records, bad, checked, bad_slots)
 
     def _fetch(self, slot: int, into: torch.Tensor) -> None:
