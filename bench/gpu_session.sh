@@ -93,7 +93,8 @@ command_of() {
     int_kernel) COMMAND=(-m bench.gpu_int_kernel --seconds 12 --out "$STATE/gpu_int_kernel.json" "${DRY[@]}") ;;
     kept) COMMAND=(-m bench.gpu_kept --out "$STATE/gpu_kept.json")
       [ ${#DRY[@]} -eq 0 ] || COMMAND=(-m bench.gpu_kept --help) ;;
-    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_{waits,fast,arena_check,round_trip}.py -k "not shipped_model and not hints") ;;
+    tests_fast) COMMAND=("${PYTEST[@]}" tests/gpu/test_{waits,fast,arena_check,round_trip,gather,joined,broken_passes}.py
+      -k "not shipped_model and not hints") ;;
     tests_hints) COMMAND=("${PYTEST[@]}" tests/gpu/test_early_router.py tests/gpu/test_waits.py -k hints) ;;
     tests_kernel) COMMAND=("${PYTEST[@]}" tests/gpu/test_int_expert.py tests/gpu/test_int_expert_tiles.py) ;;
   esac
@@ -202,13 +203,13 @@ case $PART in
     step exact 150 50
     step fidelity 150 45
     step hidden 75 40
-    step tests_fast 110 40
+    step tests_fast 150 75
     step tests_kernel 60 30
     step kept 90 40 ;;
 esac
 # The first two again where a row broke the device; then part 2's list, and what no session must have.
 fill prepare 90 25 ours "$LIMIT" 60 ours "$LIMIT" 60 fast 400 60 fast 400 60 start 230 65 stock 300 160 stock_resident 120 75 exact 200 50 \
-  fidelity 200 45 hidden 75 40 tests_fast 110 40 tests_kernel 60 30 kept 90 40 hints 150 60 tests_hints 110 50 int_kernel 45 30 ours_rest "$LIMIT" 60 \
+  fidelity 200 45 hidden 75 40 tests_fast 150 75 tests_kernel 60 30 kept 90 40 hints 150 60 tests_hints 110 50 int_kernel 45 30 ours_rest "$LIMIT" 60 \
   fast_rest "$LIMIT" 60
 
 "$PYTHON" -m bench.gpu_figures "$STATE" || FAILED+=1

@@ -37,6 +37,7 @@ STEPS = {
     "gpu_exact_slice clean": "clean",
     "bench.gpu_figures": "figures",
 }
+SERVING = ("waits", "fast", "arena_check", "round_trip", "gather", "joined", "broken_passes")
 # Notes its arguments; what the file of that name beside it says is printed, and its exit code is what the file `NAME.code` holds.
 STAND_IN = """#!/bin/sh
 echo "$*" >> {folder}/calls
@@ -152,6 +153,19 @@ def test_a_bench_gets_less_time_than_its_step(session: Session) -> None:
     for name, most in (("ours", 300 - 15), ("fast", 330 - 15), ("stock", 300 - 15), ("fidelity", 200 - 15)):
         line = next(line for line in (session.folder / "calls").read_text().splitlines() if step_of(line) == name)
         assert 60 <= int(line.split("--seconds ")[1].split()[0]) <= most
+
+
+def test_the_tests_are_those_of_what_serves(session: Session) -> None:
+    """One step runs them; it takes 70 s, so it does not begin with less."""
+    session.part(2)
+    lines = (session.folder / "calls").read_text().splitlines()
+    line = next(line for line in lines if step_of(line) == "tests_fast")
+    files = [word for word in line.split() if word.startswith("tests/")]
+    assert files == [f"tests/gpu/test_{name}.py" for name in SERVING]
+    assert all((report.ROOT / file).exists() for file in files)
+    (session.state / "done.tests_fast").unlink()
+    assert session.part(2, GPU_SESSION_SECONDS="92")[1] == ["figures"]
+    assert session.part(2, GPU_SESSION_SECONDS="120")[1] == ["tests_fast", "figures"]
 
 
 def test_a_step_that_fails_is_told_and_left_for_the_next_part(session: Session) -> None:
