@@ -13,11 +13,12 @@ from typing import Any
 
 from cli.doctor import hardware, store
 from cli.doctor.findings import Finding, Level, fail, ok
-from cli.doctor.machine import Machine, shown
+from cli.doctor.machine import Machine
 from cli.settings import ServeSettings
 from services.common.errors import ConfigError
 from services.common.lifecycle import ExitCode, hold_stop_signals
 from services.common.settings import enter_root, environ
+from services.common.shm_room import size_in_words
 
 SUMMARY = "check this machine and the settings, and say how to fix what would go wrong; changes nothing"
 # Service → the module whose `check` looks at it. Imported when asked for: a container has the packages of its own service only.
@@ -87,12 +88,12 @@ def _host(machine: Machine) -> Iterator[Finding]:
     """Facts of the machine that decide what can be served."""
     memory = machine.memory()
     kind = "cgroup limit" if memory.capped else "host"
-    yield ok("memory", f"{shown(memory.limit)} ({kind}), {shown(memory.host_available)} available on the host")
+    yield ok("memory", f"{size_in_words(memory.limit)} ({kind}), {size_in_words(memory.host_available)} available on the host")
     gpus = machine.gpus()
     if not gpus:
         yield ok("GPU", "none visible: the CPU device serves")
     for found in gpus or []:
-        yield ok("GPU", f"{found.name}, {shown(found.memory)}, driver {found.driver}")
+        yield ok("GPU", f"{found.name}, {size_in_words(found.memory)}, driver {found.driver}")
     yield from hardware.cdi(machine)
 
 

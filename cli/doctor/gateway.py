@@ -11,9 +11,10 @@ from pathlib import Path
 
 from cli.doctor import hardware, network, traces
 from cli.doctor.findings import Finding, fail, ok, warn
-from cli.doctor.machine import Machine, shown
+from cli.doctor.machine import Machine
 from services.common.command import COMMAND
 from services.common.errors import ConfigError
+from services.common.shm_room import size_in_words
 from services.gateway.access.keys import read_keys
 from services.gateway.fleet.members import addresses_of
 from services.gateway.settings import GatewaySettings
@@ -63,7 +64,8 @@ def _usage_file(file: Path) -> Iterator[Finding]:
         )
     elif (free := shutil.disk_usage(file.parent).free) < USAGE_BYTES:
         text = (
-            f"GLM53_USAGE_FILE={file}: {shown(free)} are free there; lines wait in memory, and the oldest are lost when there are too many"
+            f"GLM53_USAGE_FILE={file}: {size_in_words(free)} are free there;"
+            " lines wait in memory, and the oldest are lost when there are too many"
         )
         yield warn("usage file", text, "Free space there, or name another place.")
 

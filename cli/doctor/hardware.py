@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 
 from cli.doctor.findings import Finding, fail, ok, warn
-from cli.doctor.machine import GIB, Gpu, Machine, shown
+from cli.doctor.machine import Gpu, Machine
+from services.common.shm_room import GIB, size_in_words
 
 MIN_DRIVER = 580  # CUDA 13
 # A "24 GB" card has 24,564 MiB or less.
@@ -70,18 +71,18 @@ def _chosen(found: list[tuple[str, str]], visible: str | None) -> dict[int, str]
 
 
 def _one_gpu(machine: Machine, found: Gpu) -> Iterator[Finding]:
-    yield ok("GPU", f"{found.name}, {shown(found.memory)}, driver {found.driver}")
+    yield ok("GPU", f"{found.name}, {size_in_words(found.memory)}, driver {found.driver}")
     if int(found.driver.split(".")[0] or 0) < MIN_DRIVER:
         yield fail("GPU driver", f"driver {found.driver} is older than {MIN_DRIVER}, which CUDA 13 needs", "Install a newer NVIDIA driver.")
     if found.memory < MIN_VRAM:
-        yield fail("VRAM", f"{found.name} has {shown(found.memory)}, a 24 GB card is needed", "Use a card with 24 GB or more.")
+        yield fail("VRAM", f"{found.name} has {size_in_words(found.memory)}, a 24 GB card is needed", "Use a card with 24 GB or more.")
     yield from _compiled_for(found.name, machine.compute_capability(found.uuid))
     if found.memory_used > OTHERS_VRAM:
         users = machine.run(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]) or ""
         by = "; ".join(filter(None, map(str.strip, users.splitlines()))) or "a desktop, or processes of other containers"
         yield warn(
             "VRAM",
-            f"{shown(found.memory_used)} are taken already (by {by})",
+            f"{size_in_words(found.memory_used)} are taken already (by {by})",
             "End what uses the GPU, or move the desktop to another one; what is taken later makes the expert cache smaller.",
         )
     if 0 < found.link_width < found.link_width_max:
@@ -201,7 +202,8 @@ def memory_limit(machine: Machine, least: int, where: str) -> Iterator[Finding]:
     if memory.capped and memory.limit < least:
         yield fail(
             "memory",
-            f"the container's memory limit is {shown(memory.limit)}; the process alone takes {shown(least)}, and the kernel would end it",
+            f"the container's memory limit is {size_in_words(memory.limit)}; the process alone takes"
+            f" {size_in_words(least)}, and the kernel would end it",
             f"Raise it: {where}.",
         )
 
@@ -210,8 +212,8 @@ def swap(machine: Machine, mode: str) -> Iterator[Finding]:
     """Memory that is swapped out is slower than anything this product does to avoid it."""
     memory = machine.memory()
     if memory.capped and memory.swap_limit != 0:
-        taken = "any amount of swap" if memory.swap_limit is None else f"{shown(memory.swap_limit)} of swap"
-        text = f"the memory limit is {shown(memory.limit)}, but {taken} may be used beyond it"
+        taken = "any amount of swap" if memory.swap_limit is None else f"{size_in_words(memory.swap_limit)} of swap"
+        text = f"the memory limit is {size_in_words(memory.limit)}, but {taken} may be used beyond it"
         fix = "Set the swap limit equal to the memory limit (compose: memswap_limit = mem_limit; docker run: --memory-swap = --memory)."
         # Without swap there is none to take, whatever the limit says.
         if _has_swap(machine):
@@ -227,7 +229,7 @@ def memlock(machine: Machine, need: int, mode: str) -> Iterator[Finding]:
     limit = machine.memlock()
     if limit in (-1,) or limit >= need:
         return
-    text = f"memlock is {shown(limit)}, {shown(need)} are pinned"
+    text = f"memlock is {size_in_words(limit)}, {size_in_words(need)} are pinned"
     fix = (
         "Raise it: ulimits: memlock: -1 in compose; LimitMEMLOCK=infinity of containerd's service on a Kubernetes node;"
         " * - memlock unlimited in /etc/security/limits.d on bare metal."

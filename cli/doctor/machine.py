@@ -12,14 +12,8 @@ from dataclasses import dataclass, field
 from services.common import memory
 
 PROGRAM_S = 5.0
-GIB = 1 << 30
 
 Runner = Callable[[Sequence[str]], str | None]
-
-
-def shown(num_bytes: int) -> str:
-    """A size for people: "106.7 GiB", "61 MiB"."""
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB // 4 else f"{num_bytes >> 20} MiB"
 
 
 def run_program(command: Sequence[str]) -> str | None:

@@ -8,12 +8,12 @@ import pathlib
 from collections.abc import Callable, Iterator
 
 from cli.doctor.findings import Finding, fail, ok
-from cli.doctor.machine import GIB, shown
 from kernels.python import lib, segments
 from kernels.python.arena import Arena
 from kernels.python.errors import ShmAbsent, ShmMismatch
 from services.common import shm_room
 from services.common.memory import Memory
+from services.common.shm_room import GIB, size_in_words
 
 # A gpu_worker with the small checkpoint, without its records; measured.
 OWN = 128 << 20
@@ -53,7 +53,7 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
     if free < need:
         yield fail("shared memory", shm_room.too_small(shm_dir, free, need), shm_room.how_to_enlarge(shm_dir, need))
         return
-    yield ok("shared memory", f"{shm_dir} has room for the expert records ({shown(need)})")
+    yield ok("shared memory", f"{shm_dir} has room for the expert records ({size_in_words(need)})")
     usable = memory.limit if memory.capped else memory.host_available + left
     if usable < need + OWN:
         wanted = need + shm_room.SLACK_BYTES
@@ -61,7 +61,8 @@ def room(shm_dir: str, instance: str, need: int, memory: Memory) -> Iterator[Fin
         where_set = " (compose: WORKER_MEMORY in .env; Kubernetes: limits.memory)" if memory.capped else ""
         yield fail(
             "memory",
-            f"{where} {shown(usable)}; the expert records need {shown(need)}, count as this process's memory, and are not all of it",
+            f"{where} {size_in_words(usable)}; the expert records need {size_in_words(need)},"
+            " count as this process's memory, and are not all of it",
             f"Give it at least {_gib_up(wanted + (OWN if need < GIB else ENGINE))} GiB{where_set}.",
         )
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 from cli.doctor import hardware, network, sharedmem, traces
 from cli.doctor.findings import Finding, fail, ok, warn
-from cli.doctor.machine import GIB, Machine, shown
+from cli.doctor.machine import Machine
 from kernels.python import host
 from services.common.errors import CheckpointError, ConfigError
 from services.common.ops_http import split_address
+from services.common.shm_room import GIB, size_in_words
 from services.gpu_worker import download
 from services.gpu_worker.backends import cpu, cpu_arena, select
 from services.gpu_worker.backends.exl3 import resolve
@@ -131,7 +132,7 @@ def nvme_cap(machine: Machine) -> Iterator[Finding]:
     elif memory.limit < MIN_NVME_CAP:
         yield fail(
             "memory cap",
-            f"the memory limit is {shown(memory.limit)}, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
+            f"the memory limit is {size_in_words(memory.limit)}, an nvme mode needs at least {MIN_NVME_CAP // GIB} GiB",
             "Raise the limit.",
         )
 
@@ -144,7 +145,9 @@ def _heat_file(name: str) -> Iterator[Finding]:
         yield fail("heat file", error.message, "In a container: a volume that user 10001 may write. Or unset it.")
         return
     if name and (free := shutil.disk_usage(pathlib.Path(name).parent).free) < HEAT_BYTES:
-        text = f"GLM53_HEAT_FILE={name}: {shown(free)} are free there, so heat is not saved and the cache begins cold after a restart"
+        text = (
+            f"GLM53_HEAT_FILE={name}: {size_in_words(free)} are free there, so heat is not saved and the cache begins cold after a restart"
+        )
         yield warn("heat file", text, "Free space there, or name another place.")
 
 

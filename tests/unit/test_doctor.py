@@ -26,7 +26,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from cli.doctor import command, expert, gateway, hardware, machine, sharedmem, state, store, worker
 from cli.doctor.findings import Finding, Level
-from cli.doctor.machine import GIB, Machine
+from cli.doctor.machine import Machine
 from cli.instance import Instance
 from cli.main import build_parser
 from cli.settings import ServeSettings
@@ -36,6 +36,7 @@ from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape
 from services.common import memory, shm_room
 from services.common.errors import ConfigError
+from services.common.shm_room import GIB
 from services.gpu_worker import download
 from services.gpu_worker.patches import upstream
 from services.gpu_worker.settings import GpuWorkerSettings
