@@ -163,8 +163,10 @@ def measure(rows: Any, folder: Path, pins: Path, card_mib: int, deadline: float,
         needed = FIRST_S if first and not pins.exists() else SECOND_S
         if left < needed:
             return [SECOND]
-        wanted = needed == SECOND_S and left - needed >= LEAST_TURNS_S and not rows.done(TURNS)
-        turns_s = min(TURNS_S, left - needed) if wanted else 0.0
+        # Turns behind a start that may be a first one leave time for the second.
+        spare_s = left - needed - (SECOND_S if first else 0.0)
+        wanted = needed == SECOND_S and spare_s >= LEAST_TURNS_S and not rows.done(TURNS)
+        turns_s = min(TURNS_S, spare_s) if wanted else 0.0
         try:
             row, behind = start(folder, pins, card_mib, left, turns_s)
         except subprocess.TimeoutExpired:

@@ -789,6 +789,23 @@ def test_a_second_start_goes_on_with_turns_where_there_is_time(tmp_path: Path) -
     assert kept.summary()["alternations"] is None
 
 
+def test_turns_behind_a_first_start_leave_time_for_the_second(tmp_path: Path) -> None:
+    """Choices of kernels were there, compiled kernels were not: that is known when the start is over, and its turns have been planned."""
+    kept, pins, now, asked = rows_in(tmp_path), tmp_path / "pins", [1000.0], []
+    pins.write_text("{}")
+
+    def start(*how: Any) -> Any:
+        asked.append(how[4])
+        now[0] += slice_start.SECOND_S + how[4]
+        return started(compiled=30 if len(asked) == 1 else 0)[0], {"rounds": 50, "equal": True} if how[4] else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slice_start.time, "monotonic", lambda: now[0])
+        assert slice_start.measure(kept, tmp_path, pins, 1, 1000.0 + 2 * slice_start.SECOND_S + 100, start=start) == []
+    assert asked == [100.0, 0.0]
+    assert all(kept.done(name) for name in (slice_start.FIRST, slice_start.SECOND, slice_start.TURNS))
+
+
 def test_peaks_of_vram_are_told_by_what_was_under_way() -> None:
     """Turns begin with a prompt; where the driver did not answer there is no figure."""
 
