@@ -11,10 +11,10 @@ from services.gpu_worker.settings import GpuWorkerSettings
 
 DEFAULT_CONTEXT = 32_768
 DEFAULT_CHUNK = 8192
-# Records of a layer that a guess brings ahead. At the recall that is known a step of exact is 1.09 times as quick with them, one of fast
-# 1.03 times at one stream and 0.99 at four (docs/results/gpu_fast.json, hint_*).
+# Records of a layer that a guess brings ahead. At the recall that is known a step of exact is 1.05 times as quick with them at one stream
+# and 1.03 at four, one of fast 1.06 and 1.00 (docs/results/gpu_fast.json, hint_*), and in another boot 0.97 and 0.92.
 AUTO_HINTS = {"exact": 3, "fast": 0}
-AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one to four streams is 7 to 21 % shorter
+AUTO_IN_STEP = True  # docs/results/gpu_exact_slice.json: a step of one stream is 18 % shorter, one of four 10 %
 
 
 def check(settings: GpuWorkerSettings) -> None:
