@@ -345,7 +345,7 @@ def why_not(shape: ExpertShape) -> str | None:
 def why_not_on(capability: str) -> str:
     """Why the library's kernels cannot run on a GPU of a compute capability such as 90, or "".
 
-    Raises KernelsMissingError when the library is built and does not load.
+    Raises KernelsMissingError when the library is built and does not load, or is of another version.
     """
     if not is_built():
         return "libglm53_cuda.so is not built here: `make kernels` builds it where nvcc is"
@@ -392,7 +392,9 @@ def _signatures() -> ctypes.CDLL:
         "moe_cuda_struct_layout": ([], text),
     }
     for name, (argument_types, result_type) in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise lib.KernelsMissingError(f"{LIBRARY_PATH} has no {name}: it is of an earlier version, rebuild it with `make kernels`")
         function.argtypes = argument_types
         function.restype = result_type
     layouts = {

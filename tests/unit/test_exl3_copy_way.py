@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import random
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,20 @@ def test_why_a_gpu_cannot_gather(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(copy_way.cuda_expert, "architectures", broken)
     assert copy_way.why_not() == "rebuild it"
+
+
+def test_a_library_from_before_there_was_a_gather_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It loads and lacks the function: `auto` goes on with the copy engine and says what to do, where the start would have ended."""
+    source, library = tmp_path / "old.c", tmp_path / "libglm53_cuda.so"
+    source.write_text("int moe_cuda_shape_check(void* shape) { return shape != 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    monkeypatch.setattr(copy_way.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(copy_way.cuda_expert, "LIBRARY_PATH", library)
+    copy_way.cuda_expert._signatures.cache_clear()
+    try:
+        assert copy_way.why_not() == f"{library} has no moe_cuda_create: it is of an earlier version, rebuild it with `make kernels`"
+    finally:
+        copy_way.cuda_expert._signatures.cache_clear()
 
 
 def test_only_steps_that_bring_what_is_missing_can_gather() -> None:
