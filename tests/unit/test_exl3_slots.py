@@ -205,6 +205,30 @@ def test_half_of_the_reserve_stays_free(lent: Lent, wasted: int) -> None:
     assert lent.reserve // 2 <= lent.vram.least_free < lent.reserve
 
 
+def test_what_torch_keeps_of_short_prefills_does_not_pile_up_in_the_reserve(lent: Lent) -> None:
+    """They live on the reserve, and lend nothing: what none of them can use again is cleared once it has more than half of it."""
+    world = world_of(20)
+    lent.vram.wasted = STRIDE * 2 // 3
+    lent.slots.need = ActivationNeed({SHORT: STRIDE // 4, LONG: 8 * STRIDE})
+    for _ in range(8):
+        prefill(world, lent, SHORT)
+    assert world.store.stats()["slot_lendings"] == 0
+    assert lent.vram.least_free >= lent.reserve // 2 - STRIDE // 4
+
+
+@pytest.mark.parametrize("reserve", [STRIDE, 1, 0])
+def test_what_torch_keeps_and_can_use_again_is_not_cleared(lent: Lent, reserve: int) -> None:
+    """It costs milliseconds of every pass: also where there is next to no reserve, or none."""
+    lent.reserve = lent.vram.free = reserve
+    world, calls, empty_cache = world_of(20), [], lent.vram.empty_cache
+    lent.slots.need = ActivationNeed({SHORT: STRIDE // 4, LONG: 8 * STRIDE})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", lambda: (calls.append(1), empty_cache()))
+        for _ in range(6):
+            prefill(world, lent, LONG)
+    assert (world.store.stats()["slot_lendings"], calls) == (1, [])
+
+
 def test_staged_halves_lie_in_front_of_what_is_lent(lent: Lent) -> None:
     """The last usable slots are the halves, and records in front of them stay."""
     world = world_of(LAYERS * EXPERTS)

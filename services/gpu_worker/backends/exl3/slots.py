@@ -154,8 +154,9 @@ class ElasticSlots:
             self._lend(wanted)
         elif wanted == 0:
             self.before_decode()
-        if wanted > 0 and self._spare() - _kept_by_torch() < self._reserve:
-            # Of what torch keeps from the passes before this one can only use what has its sizes: beside the rest they took of the reserve.
+        # Of what torch keeps from the passes before this one can only use what has its sizes: beside the rest they took of the reserve. A
+        # pass for which nothing is lent lives on the reserve itself, half of it at most.
+        if self._spare() - _kept_by_torch() < (self._reserve if wanted > 0 else self._least_free):
             torch.cuda.empty_cache()
 
     def before_decode(self) -> None:
