@@ -5,10 +5,13 @@ The device is immediate, its kernels are the CPU's; tests/tier/test_fast_pager.p
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
+import signal
+import time
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from services.gpu_worker.backends.exl3 import fast
 from services.gpu_worker.backends.exl3.experts import ExpertOptions, ExpertStore
 from services.gpu_worker.backends.exl3.fast import FastSetup
 from services.gpu_worker.backends.exl3.placement import PlacementOptions
+from services.gpu_worker.metrics import TierCollector
 from services.gpu_worker.patches import pointer_tables
 from services.gpu_worker.patches.expert_load import MoeLayer
 from tests.tier import conftest, harness
@@ -79,7 +83,9 @@ class ArenaRecords:
 class World:
     """A store in `fast` and layers as exllamav3 built them."""
 
-    def __init__(self, stage: Stage, num_slots: int, *, lane: bool, shared_inside: bool = True, hint_records: int = 0) -> None:
+    def __init__(
+        self, stage: Stage, num_slots: int, *, lane: bool, shared_inside: bool = True, hint_records: int = 0, timeout_ms: int = 60_000
+    ) -> None:
         self.records = ArenaRecords(stage)
         self.table = torch.zeros(LAYERS, len(pointer_tables.ROWS), EXPERTS, dtype=torch.int64)
         self.out = torch.zeros(8, HIDDEN)
@@ -87,7 +93,7 @@ class World:
         self.stock_weights: list[torch.Tensor] = []
         mlp = types.SimpleNamespace(experts_cfg=types.SimpleNamespace(out_bszn=self.out), bc_sh_exp=shared_inside)
         self.layers = [MoeLayer(layer, mlp, EXPERTS) for layer in range(LAYERS)]
-        self.setup = FastSetup(stage.region if lane else None, FastOptions(job_timeout_ms=60_000, heartbeat_timeout_ms=60_000))
+        self.setup = FastSetup(stage.region if lane else None, FastOptions(job_timeout_ms=timeout_ms, heartbeat_timeout_ms=timeout_ms))
         policy = PagerPolicy(hint_records=hint_records)
         options = ExpertOptions(PlacementOptions(admit_after=1), stage_min_rows=9, pager=policy, fast=self.setup)
         self.store = ExpertStore(self.records, self.table, self.layers, num_slots, TOP_K, options)  # type: ignore[arg-type]
@@ -263,6 +269,50 @@ def test_the_cpu_lane_computes_picks_and_leaves_no_segment(made: Stage) -> None:
         assert stats["cpu_expert_bytes"] > 0
         world.store.close()
     assert not pathlib.Path(made.ctl_path).exists()
+    made.region = type(made.region).create(made.ctl_path, made.arena, top_k=TOP_K)  # for the fixture's end
+
+
+def decode_until(world: World, done: Callable[[], bool], what: str) -> None:
+    """Steps with the reference's bits until done() is true."""
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, what
+        world.decode()
+
+
+@pytest.mark.parametrize("fault", ["killed", "stopped"])
+def test_a_gpu_worker_tells_when_its_cpu_lane_is_down(made: Stage, fault: str) -> None:
+    """In /stats and in /metrics, with jobs given up; a step has the same bits meanwhile, and both tell when the lane is back."""
+
+    def exported(name: str) -> float:
+        families = TierCollector(world.store.stats).collect()
+        return next(sample.value for family in families for sample in family.samples if sample.name == name)
+
+    def told() -> tuple[float, str]:
+        return exported("glm53_cpu_lane_up"), world.store.stats()["lane"]["state"]
+
+    def serves() -> None:
+        decode_until(world, lambda: told() == (1.0, "UP"), "the lane is up")
+        before = exported("glm53_cpu_expert_bytes_total")
+        decode_until(world, lambda: exported("glm53_cpu_expert_bytes_total") > before, "jobs are served")
+
+    with contextlib.ExitStack() as servers:
+        server = servers.enter_context(cpu_expert(made))
+        world = World(made, 9, lane=True, timeout_ms=400)
+        world.store._fast.force(Forced.ALL_LANE)  # type: ignore[union-attr]
+        serves()
+        if fault == "killed":
+            server.kill()
+        else:
+            server.signal(signal.SIGSTOP)
+        decode_until(world, lambda: told() == (0.0, "DOWN"), "the lane is down")
+        assert exported("glm53_cpu_lane_aborts_total") >= 1
+        if fault == "killed":
+            servers.enter_context(cpu_expert(made))
+        else:
+            server.signal(signal.SIGCONT)
+        serves()
+        world.store.close()
     made.region = type(made.region).create(made.ctl_path, made.arena, top_k=TOP_K)  # for the fixture's end
 
 
