@@ -29,6 +29,7 @@ from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.compiling import GrammarQueue
 from services.gpu_worker.detok import TokenTable
 from services.gpu_worker.grammar import GrammarCompiler
+from services.gpu_worker.lane_log import LaneWatch
 from services.gpu_worker.loop import EngineLimits, EngineLoop
 from services.gpu_worker.metrics import EngineMetrics
 from services.gpu_worker.model_config import ARCHITECTURE
@@ -243,12 +244,21 @@ class Worker:
 
     async def _watch(self) -> int:
         """Waits for a signal; ends the process when the engine is lost or makes no progress although it has work."""
-        engine = self._engine
+        engine, backend = self._engine, self._backend
         assert engine is not None
+        assert backend is not None
+        lane = LaneWatch(backend.stats)
+        try:
+            return await self._watch_engine(engine, lane)
+        finally:
+            await lane.end()
+
+    async def _watch_engine(self, engine: EngineLoop, lane: LaneWatch) -> int:
         watchdog = Watchdog(self._settings.watchdog_s, time.monotonic())
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), _TICK_S)
+            lane.tick()
             if engine.fatal is not None:
                 await self._fail("the engine is lost", engine.fatal)
                 return CRASH_EXIT

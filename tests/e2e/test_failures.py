@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -153,6 +154,7 @@ def test_stopping_cpu_expert_for_five_seconds_changes_no_token(own_stack: Server
         assert down["aborts"] > before["aborts"]
     wait_up(own_stack)
     wait_served(own_stack, body, undisturbed)
+    asking.until(lambda: re.search(r"CPU lane down: .*CPU lane up after", own_stack.log.read_text(), re.DOTALL), 60, "the log tells both")
 
 
 @pytest.mark.parametrize("stopped_s", [0.1, 1.0])
