@@ -76,8 +76,8 @@ class ParsedChoice:
         """The end → the last deltas."""
         self.stopped = stopped_by_model(finished)
         deltas = self._keep(self.parser.finish(stopped=self.stopped))
-        # A stop string cuts a thought in two; only a model that stops of its own accord has said what it had to say.
-        by_itself = self.stopped and not finished.stop_string
+        # The client's stop strings and tokens cut a thought in two; only a model that stops of its own accord has said what it had to say.
+        by_itself = self.stopped and not finished.stop_string and self.parser.is_end(finished.stop_token_id)
         self.moved_reasoning = by_itself and self.parser.only_reasoned and self.parser.reasoning_tokens > 0
         return deltas
 

@@ -109,6 +109,10 @@ class OutputParser:
         """True when all output so far is reasoning that was never closed."""
         return not self._closed_reasoning and not self._said_anything
 
+    def is_end(self, token_id: int) -> bool:
+        """True for a token with which the model itself ends: no text, no tag. 0 stands for none."""
+        return token_id == 0 or token_id in self._vocabulary.special
+
     @property
     def channel(self) -> Channel:
         """Where text belongs now."""

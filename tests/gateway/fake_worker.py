@@ -75,6 +75,7 @@ class Finish:
     reason: int = pb.FINISH_REASON_STOP
     cached: int = 0
     stop_string: str = ""
+    stop_token_id: int = 0
 
 
 @dataclass
@@ -232,6 +233,7 @@ def _finished(request: pb.GenerateRequest, step: Finish, said: int) -> pb.Genera
             completion_tokens=said + (step.reason == pb.FINISH_REASON_STOP),
             cached_tokens=step.cached,
             stop_string=step.stop_string,
+            stop_token_id=step.stop_token_id,
         )
     )
 

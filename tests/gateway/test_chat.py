@@ -125,9 +125,10 @@ def test_the_length_limit_inside_reasoning(stack: Stack) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_a_model_that_skips_its_thinking_has_answered(stack: Stack) -> None:
+@pytest.mark.parametrize("end", [0, IDS["<|endoftext|>"], IDS["<|user|>"]])
+def test_a_model_that_skips_its_thinking_has_answered(stack: Stack, end: int) -> None:
     """A stop inside unclosed reasoning: the whole answer is content; a stream cannot take its reasoning back."""
-    stack.play(Say("Paris"), Finish())
+    stack.play(Say("Paris"), Finish(stop_token_id=end))
     whole = stack.post().json()
     assert whole["choices"][0]["message"]["content"] == "Paris"
     assert whole["choices"][0]["message"]["reasoning_content"] is None
@@ -136,10 +137,19 @@ def test_a_model_that_skips_its_thinking_has_answered(stack: Stack) -> None:
     assert stream(stack).text("reasoning_content") == "Paris"
 
 
-def test_a_stop_string_inside_reasoning_leaves_it_reasoning(stack: Stack) -> None:
-    """A thought that a stop string cut is no answer: content is null, streamed or not."""
-    stack.play(Say("7 + 5"), Finish(stop_string="="))
-    choice, _ = both_ways(stack, stop=["="])
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({"stop": ["="]}, Finish(stop_string="=")),
+        ({"stop_token_ids": encode("=")}, Finish(stop_token_id=encode("=")[-1])),
+        ({"stop_token_ids": [IDS["</think>"]]}, Finish(stop_token_id=IDS["</think>"])),
+    ],
+    ids=["string", "token", "end of the thought"],
+)
+def test_what_stops_inside_reasoning_leaves_it_reasoning(stack: Stack, fields: dict[str, Any], end: Finish) -> None:
+    """A thought that the client's own stop cut is no answer: content is null, streamed or not."""
+    stack.play(Say("7 + 5"), end)
+    choice, _ = both_ways(stack, **fields)
     assert choice["message"]["content"] is None
     assert choice["message"]["reasoning_content"] == "7 + 5"
     assert choice["finish_reason"] == "stop"
