@@ -848,6 +848,36 @@ def test_turns_have_the_first_one_s_bits() -> None:
     assert slice_ours.alternate(backend, 10, time.monotonic() - 1, steps.append)["rounds"] == 0
 
 
+def test_turns_are_kept_where_the_driver_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What took minutes is not lost for want of a figure; where the driver answers, its own share is told."""
+
+    class Driver:
+        reserved_bytes: int | None = None
+
+        def read(self) -> int:
+            if self.reserved_bytes is None:
+                raise OSError("nvmlDeviceGetMemoryInfo_v2 gives 25")
+            return self.reserved_bytes
+
+        used = reserved = read
+
+    backend = types.SimpleNamespace(
+        info=types.SimpleNamespace(max_context=slice_ours.ROUND_STEPS + 10),
+        stats=lambda: {"slots": 7},
+        open_stream=lambda: "stream",
+        close_stream=lambda _stream: None,
+        prefill=lambda _stream, _ids, all_logits: np.zeros(1),
+        decode=lambda _streams, _ids: np.zeros(1),
+    )
+    monkeypatch.setattr(slice_machine, "Nvml", Driver)
+    row = slice_start.turns(backend, 600)
+    assert (row["rounds"], row["equal"], row["slots"]) == (slice_ours.ROUNDS, True, 7)
+    assert not any(name.startswith("vram") for name in row)
+    monkeypatch.setattr(Driver, "reserved_bytes", 615 << 20)
+    row = slice_start.turns(backend, 600)
+    assert (row["vram_reserved_mib"], row["vram_peak_mib"]) == (615, 615)
+
+
 def test_a_start_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     """No time, a failure, or an arena that was filled again: no figure is made of any of them."""
     kept, pins = rows_in(tmp_path), tmp_path / "pins"
