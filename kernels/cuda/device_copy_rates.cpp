@@ -86,11 +86,13 @@ class Measurement {
   // True when the word that was marked last has come.
   bool comes(uint32_t word, uint32_t value, uint64_t within_ns) const {
     const uint64_t deadline_ns = abi_now_ns() + within_ns;
-    while (__atomic_load_n(&spec_.words[word], __ATOMIC_ACQUIRE) != value) {
-      if (abi_now_ns() > deadline_ns) return false;
+    for (;;) {
+      // The clock first: a thread that was stopped for longer than that looks at the word once more.
+      const bool late = abi_now_ns() > deadline_ns;
+      if (__atomic_load_n(&spec_.words[word], __ATOMIC_ACQUIRE) == value) return true;
+      if (late) return false;
       std::this_thread::yield();
     }
-    return true;
   }
 
   void land() {
