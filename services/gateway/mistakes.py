@@ -77,7 +77,9 @@ def mistake_of(error: ValidationError) -> InvalidRequest:
     if first["type"] == "too_short" and first["input"] == []:
         return EmptyArray(f"{path} must have at least {wanted.removeprefix('a list of at least ')}.", param=param)
     kind = InvalidType if first["type"] in _KINDS else InvalidRequest
-    return kind(f"{path} must be {wanted} (got {shown(first['input'])}).", param=param)
+    # Where it is a list already, only its length can help.
+    found = str(len(first["input"])) if first["type"] in ("too_short", "too_long") else shown(first["input"])
+    return kind(f"{path} must be {wanted} (got {found}).", param=param)
 
 
 def shown(value: Any) -> str:

@@ -477,6 +477,12 @@ def test_a_long_list_of_mistakes_is_one_mistake(schema: type[Body], name: str) -
         assert len([error for error in refused.value.errors() if error["loc"][0] == name]) <= 4
 
 
+def test_a_list_of_the_wrong_length_is_told_its_length(stack: Stack) -> None:
+    """That it is a list helps nobody."""
+    error = check_error(stack.post(guided_choice=["x"] * 2000), "guided_choice")
+    assert error["message"] == "guided_choice must be a list of at most 1024 entries (got 2000)."
+
+
 def test_a_long_logit_bias_of_mistakes_is_one_mistake(stack: Stack) -> None:
     """The same for keys and values of an object."""
     for bias in ({str(i): "x" for i in range(500)}, {f"x{i}": 1 for i in range(500)}):
