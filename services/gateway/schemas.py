@@ -306,7 +306,7 @@ def _note_unknown(request: Body) -> None:
                 UNKNOWN_FIELDS.labels("other").inc()
                 continue
             _noted.add(name)
-            log.debug("ignoring the unknown field %s", name)
+            log.info("ignoring the unknown field %s: a field of another server, or misspelt", name)
         UNKNOWN_FIELDS.labels(name).inc()
 
 
