@@ -43,6 +43,7 @@ class WorkerWatch:
         self._language: Language | None = None
         self._problem: Glm53Error | None = NotReady("the worker has not answered yet")
         self._instance = ""
+        self._told_ready = False
         self._began_at = self._asked_at = 0.0
         self._lock = asyncio.Lock()
 
@@ -71,6 +72,7 @@ class WorkerWatch:
         """A generation ended with an error: when that is the worker's absence, what was known of it counts no more."""
         if isinstance(error, NotReady):
             self._info, self._problem = None, error
+            self._tell()
 
     async def refresh(self, max_age_s: float = 0.0) -> None:
         """Asks once, unless the last answer is at most so old; a worker that does not answer is a state, not an error.
@@ -83,7 +85,6 @@ class WorkerWatch:
             if self._began_at > came_at or now - self._asked_at < max_age_s:
                 return
             self._began_at = now
-            was_ready = self.is_ready
             try:
                 info = await self._client.info()
                 if info.state == pb.SERVICE_STATE_READY and (self._language is None or info.instance_id != self._instance):
@@ -95,8 +96,17 @@ class WorkerWatch:
             except Glm53Error as error:
                 self._info, self._problem = None, error
             self._asked_at = time.monotonic()
-            if self.is_ready != was_ready:
-                log.info("the worker is %s", self.state)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Logs that the worker takes requests, or takes none any more, whoever has noticed it first."""
+        if self.is_ready == self._told_ready:
+            return
+        self._told_ready = self.is_ready
+        if self._problem is None:
+            log.info("the worker is %s", self.state)
+        else:
+            log.warning("the worker is %s: %s", self.state, self._problem.message)
 
     async def named(self) -> pb.InfoResponse:
         """Facts about a worker that has read its checkpoint, so that the model has a name.

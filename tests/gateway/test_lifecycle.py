@@ -18,7 +18,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.common.errors import ERROR_TYPES, DeadlineExceeded, EngineFailed
+from services.common.errors import ERROR_TYPES, DeadlineExceeded, EngineFailed, NotReady
 from services.common.pb.glm53.worker.v1 import worker_pb2 as pb
 from services.gateway import chat
 from services.gateway.errors import http_of
@@ -127,6 +127,15 @@ def test_metrics_are_prometheus_text_of_both(stack: Stack) -> None:
     stack.play(Say("a"), Fail(EngineFailed("x")))
     stream(stack)
     assert sample(stack, "glm53_gateway_stream_errors_total", code="internal_error") == before + 1
+
+
+def test_the_log_tells_of_a_worker_that_a_generation_has_lost(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    """With the reason, once, and that it is back: whether a generation or the next question has noticed it."""
+    with caplog.at_level(logging.INFO, logger="services.gateway.worker_watch"):
+        stack.play(Say("a"), Fail(NotReady("its socket is closed")))
+        stream(stack)
+        until(lambda: "the worker is ready" in caplog.messages, "the worker is back")
+    assert caplog.messages == ["the worker is unreachable: its socket is closed", "the worker is ready"]
 
 
 def test_metrics_survive_a_lost_worker() -> None:
