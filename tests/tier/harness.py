@@ -211,7 +211,8 @@ class CpuExpert:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        self.process.communicate(timeout=10)
+        _, log = self.process.communicate(timeout=10)
+        sys.stderr.write(log or "")  # shown beside a test that failed: why it did not attach, or ended
 
 
 @contextlib.contextmanager

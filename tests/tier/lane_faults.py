@@ -29,7 +29,7 @@ def decode_until(world: World, done: Callable[[], bool], what: str, timeout_s: f
     """
     deadline = time.monotonic() + timeout_s
     while not done():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}; {stats(world)['lane']}"
         world.decode()
 
 
