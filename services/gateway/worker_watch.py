@@ -106,7 +106,7 @@ class WorkerWatch:
         if self._problem is None:
             log.info("the worker is %s", self.state)
         else:
-            log.warning("the worker is %s: %s", self.state, self._problem.message)
+            log.warning("requests are refused: %s", self._problem.message)
 
     async def named(self) -> pb.InfoResponse:
         """Facts about a worker that has read its checkpoint, so that the model has a name.

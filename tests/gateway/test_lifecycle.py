@@ -135,7 +135,7 @@ def test_the_log_tells_of_a_worker_that_a_generation_has_lost(stack: Stack, capl
         stack.play(Say("a"), Fail(NotReady("its socket is closed")))
         stream(stack)
         until(lambda: "the worker is ready" in caplog.messages, "the worker is back")
-    assert caplog.messages == ["the worker is unreachable: its socket is closed", "the worker is ready"]
+    assert caplog.messages == ["requests are refused: its socket is closed", "the worker is ready"]
 
 
 def test_metrics_survive_a_lost_worker() -> None:
