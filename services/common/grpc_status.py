@@ -42,6 +42,8 @@ def has_error(rpc_error: Any) -> bool:
 def error_of(rpc_error: Any) -> errors.Glm53Error:
     """The error that a worker raised, or the best match when the worker could not tell (it died, it was unreachable).
 
+    What gRPC says of a worker that is not reachable has its address, which is no client's: it is a note of the error, for logs.
+
     Args:
         rpc_error: a `grpc.RpcError` of the synchronous or of the asyncio API.
     """
@@ -52,7 +54,9 @@ def error_of(rpc_error: Any) -> errors.Glm53Error:
     code = rpc_error.code() if hasattr(rpc_error, "code") else grpc.StatusCode.UNKNOWN
     details = rpc_error.details() if hasattr(rpc_error, "details") else str(rpc_error)
     if code == grpc.StatusCode.UNAVAILABLE:
-        return errors.NotReady(f"the worker is not reachable: {details}", retry_after_s=5.0)
+        error = errors.NotReady("the worker is not reachable", retry_after_s=5.0)
+        error.add_note(str(details))
+        return error
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"the worker did not answer in time: {details}")
     if code == grpc.StatusCode.CANCELLED:

@@ -43,7 +43,7 @@ class WorkerWatch:
         self._language: Language | None = None
         self._problem: Glm53Error | None = NotReady("the worker has not answered yet")
         self._instance = ""
-        self._told_ready = False
+        self._told_ready: bool | None = None
         self._began_at = self._asked_at = 0.0
         self._lock = asyncio.Lock()
 
@@ -102,11 +102,15 @@ class WorkerWatch:
         """Logs that the worker takes requests, or takes none any more, whoever has noticed it first."""
         if self.is_ready == self._told_ready:
             return
-        self._told_ready = self.is_ready
+        first, self._told_ready = self._told_ready is None, self.is_ready
         if self._problem is None:
             log.info("the worker is %s", self.state)
+            return
+        why = ": ".join([self._problem.message, *getattr(self._problem, "__notes__", ())])
+        if first:
+            log.info("waiting for the worker: %s", why)  # as it is when both start
         else:
-            log.warning("requests are refused: %s", self._problem.message)
+            log.warning("requests are refused: %s", why)
 
     async def named(self) -> pb.InfoResponse:
         """Facts about a worker that has read its checkpoint, so that the model has a name.
@@ -135,7 +139,8 @@ class WorkerWatch:
     def _last(self) -> pb.InfoResponse:
         if self._info is None:
             reason = self._problem.message if self._problem else "unknown reason"
-            raise NotReady(f"The worker is not available: {reason}", retry_after_s=2.0)
+            told = f"T{reason[1:]}." if reason.startswith("the worker ") else f"The worker is not available: {reason}"
+            raise NotReady(told, retry_after_s=2.0)
         return self._info
 
     async def ready(self) -> tuple[pb.InfoResponse, Language]:

@@ -43,6 +43,22 @@ def test_health_follows_the_worker_from_nothing_to_ready() -> None:
         stack.close()
 
 
+def test_where_a_worker_should_be_is_for_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither an answer nor /health, which nobody signs in for, has an address of the inside in it."""
+    caplog.set_level(logging.INFO, logger="services.gateway.worker_watch")
+    stack = Stack(start_worker=False)
+    try:
+        answer = stack.post()
+        answers = answer.text + stack.http.get("/health").text + stack.http.get("/v1/models").text
+        address = stack.settings.worker_address.removeprefix("unix:")
+        assert answer.json()["error"]["message"] == "The worker is not reachable."
+        assert address not in answers
+        assert any(message.startswith("waiting for the worker: the worker is not reachable: ") for message in caplog.messages)
+        assert address in caplog.text
+    finally:
+        stack.close()
+
+
 def test_health_shows_progress_while_loading(stack: Stack) -> None:
     """While the model loads, and has no name yet: 503 with progress and step, also for requests and for the list of models."""
     stack.worker.state = pb.SERVICE_STATE_LOADING
