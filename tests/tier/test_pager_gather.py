@@ -6,7 +6,9 @@ Beside test_pager.py, whose streams run in every order with gathers too.
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,8 +229,15 @@ def test_fast_has_the_oracle_s_bits_with_gathers(made: Stage, failing: float) ->
 def test_hints_stay_with_the_copy_engine() -> None:
     """Their chunks are copies, also where a step's own records are gathered; what is late of one is finished by the copy engine."""
     world = World(23, 24, 2, PagerPolicy(hint_records=2, hint_chunk=64), gathers=True)
+
+    def looked_at(hinted: int) -> None:
+        """The device computes until the pager has looked at the hint, however busy the machine is."""
+        deadline = time.monotonic() + 10
+        while world.pager.hint_counters().hinted < hinted and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
     try:
-        for _ in range(12):
+        for turn in range(12):
             picks = np.array([[1, 2, 3, 4]], np.int64)
             ids = np.array([[5, 6]], np.int64)
             world.pager.vacate(0, 24)
@@ -237,6 +246,7 @@ def test_hints_stay_with_the_copy_engine() -> None:
             world.pager.hint(1, 1, ids.ctypes.data, 2, COMPUTE)
             world.pager.wait(COMPUTE)
             world.gpu.enqueue(COMPUTE, "run", lambda: world.kernel(0, [1, 2, 3, 4]))
+            world.gpu.enqueue(COMPUTE, "run", functools.partial(looked_at, 2 * turn + 2))
             late = np.array([[5, 6, 7, 8]], np.int64)
             world.pager.step(1, 1, late.ctypes.data, COMPUTE)
             world.gpu.enqueue(COMPUTE, "run", lambda: world.kernel(1, [5, 6, 7, 8]))
