@@ -38,7 +38,7 @@ class LaneLog:
             self._down_since = since
             # A worker that has just started waits for its cpu_expert: nothing was lost.
             level = logging.WARNING if before else logging.INFO
-            log.log(level, "CPU lane down: %s. This process computes its experts until cpu_expert is back", lane.get("reason", ""))
+            log.log(level, "CPU lane down: %s. gpu_worker does its share until cpu_expert is back", lane.get("reason", ""))
         elif self._state == "UP":
             if not before:
                 log.info("CPU lane up")
