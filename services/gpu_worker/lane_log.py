@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from services.gpu_worker.backends.base import BackendLostError
+
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
@@ -74,5 +76,10 @@ class LaneWatch:
             await asyncio.wait([self._reading], timeout=_END_S)
 
     async def _read(self, now: float) -> None:
-        stats = await asyncio.to_thread(self._stats)
+        try:
+            stats = await asyncio.to_thread(self._stats)
+        except BackendLostError as error:
+            # The engine's thread meets that too, and ends the worker with it.
+            log.debug("the CPU lane's state cannot be read: %s", error)
+            return
         self._log.look(stats.get("lane", {}), now)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from services.gpu_worker import lane_log
+from services.gpu_worker.backends.base import BackendLostError
 from services.gpu_worker.lane_log import LaneLog, LaneWatch
 
 
@@ -75,3 +76,27 @@ async def test_a_backend_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPa
     watch.tick()
     await watch.end()
     assert len(calls) == 2
+
+
+async def test_a_backend_that_is_lost_is_asked_again_and_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error that nobody fetches would be told by asyncio once a second; the engine tells it, once."""
+    monkeypatch.setattr(lane_log, "LOOK_S", 0.0)
+    calls: list[int] = []
+
+    def stats() -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) < 3:
+            raise BackendLostError("a copy to the GPU failed")
+        return {"lane": {"state": "UP"}}
+
+    watch = LaneWatch(stats)
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            watch.tick()
+            reading = watch._reading
+            assert reading is not None
+            await watch.end()
+            assert reading.exception() is None
+    assert caplog.messages == ["CPU lane up"]
