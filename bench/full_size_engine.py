@@ -18,6 +18,7 @@ from bench.gpu_fast_rig import GpuRig, LaneProcess
 from bench.gpu_full_size import EXACT, EXACT_RESIDENT, FAST, FAST_RESIDENT, INSTANCE, PREFILL
 from bench.kept_rows import Row
 from bench.slice_cases import Case, Mode
+from bench.slice_machine import card_spare
 from bench.watch import Watch, line_of
 from kernels.python import segments
 from kernels.python.expert import ExpertShape
@@ -40,15 +41,6 @@ SETTINGS = {
     FAST_RESIDENT: Setting(FAST_RESIDENT, slots=1.0, placed=1.0, forced=Forced.NEVER_LANE, lane=False),
     EXACT_RESIDENT: Setting(EXACT_RESIDENT, fast=False, slots=1.0, placed=1.0, on_demand=False, admit=False),
 }
-
-
-def card_spare(card_bytes: int, device: int) -> int:
-    """VRAM that torch could have on a card of so many bytes: what nobody uses of it, and what torch holds and does not use.
-
-    Less than nothing where the device has more in use than the card has.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    return int(card_bytes - (total - free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 class FullSizeEngine:

@@ -115,6 +115,19 @@ class PeakSampler:
         self._thread.join(5)
 
 
+def card_spare(card_bytes: int, device: int) -> int:
+    """VRAM that torch could have on a card of so many bytes: what nobody uses of it, and what torch holds and does not use.
+
+    Less than nothing where the device has more in use than the card has.
+    """
+    import torch  # late: estimates and dry runs do without
+
+    from services.gpu_worker.backends.exl3.slots import kept_by_torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return int(card_bytes - (total - free)) + kept_by_torch(device)
+
+
 def vram_of(sampler: PeakSampler) -> dict[str, int]:
     """The peak since the last call, as fields of a row; none when the driver does not answer."""
     try:

@@ -40,6 +40,7 @@ def ready(folder: Path, pins: Path, card_mib: int) -> tuple[Row, Any]:
     """
     import torch
 
+    from bench.slice_machine import card_spare
     from services.gpu_worker.backends.exl3 import lending, loader
     from services.gpu_worker.checkpoint import Checkpoint
     from services.gpu_worker.patches import triton_tuners
@@ -49,11 +50,7 @@ def ready(folder: Path, pins: Path, card_mib: int) -> tuple[Row, Any]:
         free, total = torch.cuda.mem_get_info(loader.DEVICE)
         return max(0, min(free, (card_mib << 20) - (total - free)))
 
-    def spare_on_card(device: int) -> int:
-        free, total = torch.cuda.mem_get_info(device)
-        return int((card_mib << 20) - (total - free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-    loader.free_bytes, lending.spare_bytes = free_on_card, spare_on_card
+    loader.free_bytes, lending.spare_bytes = free_on_card, lambda device: card_spare(card_mib << 20, device)
     before = pins.read_bytes() if pins.exists() else b""
     compiled = compiled_kernels()
     own = before or not triton_tuners.shipped(torch.cuda.get_device_name(loader.DEVICE)).exists()

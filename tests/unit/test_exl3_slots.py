@@ -58,8 +58,8 @@ def lent(monkeypatch: pytest.MonkeyPatch, host_as_device: None) -> Lent:
     made = Lent()
     monkeypatch.setattr(base, "ExpertStore", made.make)
     monkeypatch.setattr(torch.cuda, "empty_cache", made.vram.empty_cache)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: made.vram.cached)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: made.vram.cached)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 0)
     before = torch.cuda.synchronize
 
     def synchronize(*arguments: Any) -> None:

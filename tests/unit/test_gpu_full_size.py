@@ -230,7 +230,7 @@ def test_the_engine_measures_every_row(rig: Any, made: Stage, tmp_path: Path, mo
     monkeypatch.setattr(full_size_engine.slice_rates, "read_rate", lambda *_a: 5e9)
     for name, value in {
         "mem_get_info": lambda _d: (50 << 30, 96 << 30),
-        "memory_allocated": lambda: 1 << 30,
+        "memory_allocated": lambda *_: 1 << 30,
         "get_device_name": lambda _d: "NVIDIA H200",
         "synchronize": lambda *_a: None,
         "empty_cache": vram.empty_cache,

@@ -12,7 +12,7 @@ from kernels.python.errors import KernelError
 from kernels.python.slot_memory import CHUNK_BYTES, SlotMemory
 from services.common.errors import ConfigError
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS, pages_for
-from services.gpu_worker.backends.exl3.slots import ActivationNeed, ElasticSlots
+from services.gpu_worker.backends.exl3.slots import ActivationNeed, ElasticSlots, kept_by_torch
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def make(num_slots: int, stride: int, device: int, *, most: int, reserve: int, c
 
 def spare_bytes(device: int) -> int:
     """VRAM that torch can have: what is free, and what it holds and does not use."""
-    return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return int(torch.cuda.mem_get_info(device)[0]) + kept_by_torch(device)
 
 
 def guess(most: int, reserve: int, chunk: int) -> ActivationNeed:

@@ -26,9 +26,9 @@ RETRY_S = 10.0  # between two tries to get back what somebody else has
 _SLACK = 16  # a pass may take a sixteenth more than was measured
 
 
-def _kept_by_torch() -> int:
-    """Bytes of VRAM that torch holds and does not use."""
-    return int(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+def kept_by_torch(device: int | None = None) -> int:
+    """Bytes of a device's memory, None for the current one, that torch holds and does not use."""
+    return int(torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 class Memory(Protocol):
@@ -156,7 +156,7 @@ class ElasticSlots:
             self.before_decode()
         # Of what torch keeps from the passes before this one can only use what has its sizes: beside the rest they took of the reserve. A
         # pass for which nothing is lent lives on the reserve itself, half of it at most.
-        if self._spare() - _kept_by_torch() < (self._reserve if wanted > 0 else self._least_free):
+        if self._spare() - kept_by_torch() < (self._reserve if wanted > 0 else self._least_free):
             torch.cuda.empty_cache()
 
     def before_decode(self) -> None:
