@@ -139,7 +139,7 @@ class WorkerWatch:
     def _last(self) -> pb.InfoResponse:
         if self._info is None:
             reason = self._problem.message if self._problem else "unknown reason"
-            told = f"T{reason[1:]}." if reason.startswith("the worker ") else f"The worker is not available: {reason}"
+            told = f"T{reason[1:].rstrip('.')}." if reason.startswith("the worker ") else f"The worker is not available: {reason}"
             raise NotReady(told, retry_after_s=2.0)
         return self._info
 
