@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +10,10 @@ from typing import Any
 import pytest
 
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 from tests.support.arena_damage import damage
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 needs_gpu = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
@@ -28,10 +25,7 @@ def shm_dir() -> Iterator[Path]:
 
 
 def run(shm_dir: Path, admission: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.gpu.arena_repair", "--shm-dir", str(shm_dir), "--admission", admission]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return programs.result_of("tests.gpu.arena_repair", "--shm-dir", str(shm_dir), "--admission", admission, timeout_s=280)
 
 
 @needs_gpu

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 from tests.gpu.early_passes import STEPS, STREAMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 
 
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 def test_hints_change_no_bit_and_are_used() -> None:
     """The shipped checkpoint in both modes, one stream and four: logits of all passes, records that came ahead, guesses as stock's."""
-    command = [sys.executable, "-m", "tests.gpu.early_passes"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = programs.result_of("tests.gpu.early_passes", timeout_s=500)
     rows = result["rows"]
     print(json.dumps(result, indent=1))  # noqa: T201 - the guesses' quality, where the test is asked to show it
     assert [(row["mode"], row["streams"]) for row in rows] == [

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +13,7 @@ import torch
 from kernels.python import cuda_expert, pager
 from kernels.python.pager import WORDS_BYTES, PagerLayout
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 
 GPU = torch.cuda.is_available()
 pytestmark = [
@@ -24,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not GPU, reason="there is no GPU here"),
     pytest.mark.skipif(not cuda_expert.is_built(), reason="libglm53_cuda.so is not built: no nvcc"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 PIECE = 256 * 8 * 16  # bytes that a block of the kernel has under way
 
@@ -98,10 +95,7 @@ def test_both_ways_are_measured_beside_a_stream_that_waits(layout: PagerLayout) 
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 def test_a_step_has_the_same_bits_however_its_misses_came() -> None:
     """The shipped checkpoint in both modes, with hints and without, one stream and four: logits of all passes, slots, what is told."""
-    command = [sys.executable, "-m", "tests.gpu.gathered_passes"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = programs.result_of("tests.gpu.gathered_passes", timeout_s=500)
     print(json.dumps(result, indent=1))  # noqa: T201 - the rates, where the test is asked to show them
     assert result["no_gather"] == ""
     rows = result["rows"]

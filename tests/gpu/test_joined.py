@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 from tests.gpu.joined_passes import LENGTHS, STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 SIDES = 4  # two ways of admission, few slots and all
 
@@ -21,10 +16,7 @@ SIDES = 4  # two ways of admission, few slots and all
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 def test_a_joined_tail_changes_no_bit() -> None:
     """Logits of prompts, of the steps after them and of those behind the kept state, and states; on the shipped checkpoint."""
-    command = [sys.executable, "-m", "tests.gpu.joined_passes"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = programs.result_of("tests.gpu.joined_passes", timeout_s=580)
     assert result["joined_tail_from"] > 0
     rows = result["rows"]
     assert [row["length"] for row in rows] == [*LENGTHS] * SIDES

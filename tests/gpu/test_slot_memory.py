@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +10,10 @@ import torch
 from kernels.python.errors import KernelError
 from kernels.python.slot_memory import SlotMemory
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 
 GPU = torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.skipif(not GPU, reason="there is no GPU here")]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 MIB, GIB = 1 << 20, 1 << 30
 TABLES = 64 * MIB  # the driver's own, for addresses
@@ -124,10 +120,7 @@ def test_more_than_there_is_is_refused_with_figures(nearly_full: SlotMemory) -> 
 @pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 def test_lending_changes_no_bit_of_the_shipped_model() -> None:
     """Decode, prefills with slots lent to them, decode again, in every way to decode: the same logits; slots come back for each step."""
-    command = [sys.executable, "-m", "tests.gpu.lent_slots"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = programs.result_of("tests.gpu.lent_slots", timeout_s=280)
     assert set(result["modes"]) >= {"between_steps", "in_step"}
     assert len(result["modes"]) == 3 or result["no_fast"]
     started = result["started"]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from services.gpu_worker.backends import select
+from tests.gpu import programs
 from tests.support import cuda_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
 PROBLEM = select.gpu_problem()
 
 
@@ -23,10 +20,7 @@ PROBLEM = select.gpu_problem()
 def test_a_decode_step_waits_once(tmp_path: Path, flags: list[str]) -> None:
     """Counted at the driver, in the thread of the forward pass: one synchronise, no allocation, no blocking copy, no code loaded."""
     env = {**os.environ, "LD_PRELOAD": str(cuda_waits.build(tmp_path)), "CUDA_MODULE_LOADING": "EAGER"}
-    command = [sys.executable, "-m", "tests.gpu.step_waits", *flags]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = programs.result_of("tests.gpu.step_waits", *flags, timeout_s=500, env=env)
     assert seen["hooked"] > 0
     assert (seen["hints"] > 0) == ("--hints" in flags)
     assert len(seen["rows"]) == 3 * 24
