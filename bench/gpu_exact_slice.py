@@ -61,12 +61,17 @@ def make_engine(side: str, args: argparse.Namespace, trace: np.ndarray, deadline
 def prepare_exllamav3(args: argparse.Namespace) -> None:
     """Imports it; its Triton kernels take their first configuration unless --tune: timing all takes over a minute, on both sides alike."""
     upstream.check()
+    args.tuners = tune_or_pin(args.tune)
+
+
+def tune_or_pin(tune: bool) -> dict[str, int]:
+    """Imports exllamav3, of whatever version; how many autotuned kernels it has, and how many take their first configuration."""
     import exllamav3  # noqa: F401 - its kernels are looked for below
     from triton.runtime.autotuner import Autotuner
 
     importlib.import_module(upstream.TUNED)
     tuners = triton_tuners.find(Autotuner)
-    args.tuners = {"found": len(tuners), "pinned": 0 if args.tune else triton_tuners.use_first_configurations(tuners)}
+    return {"found": len(tuners), "pinned": 0 if tune else triton_tuners.use_first_configurations(tuners)}
 
 
 def save_pins(out: Path) -> None:

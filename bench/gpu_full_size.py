@@ -183,13 +183,19 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
 
 
 def bounds(name: str, row: Row, resident_ms: float | None, facts: Row) -> Row:
-    """A step over what it could take at best: every expert resident, and the missing bytes over link and CPU lane."""
+    """A step over what it could take at best: every expert resident, and the missing bytes over link and CPU lane.
+
+    In `fast` also over the two lanes' own rates, whatever threads that only read get of host memory (`gpu_fast_parts.over_bounds`).
+    """
     if not row or resident_ms is None or not facts.get("link_gb_s") or not facts.get("dram_gb_s"):
         return {f"{name}_bound_ms": None, f"{name}_step_over_bound": None}
     rates = (facts["link_gb_s"] * 1e9, facts["dram_gb_s"] * 1e9, facts["record_bytes"])
     found = gpu_fast_parts.over_bounds(row, resident_ms, *rates)
     kind = "bound" if "bound_ms" in found else "link_bound"
-    return {f"{name}_bound_ms": found[f"{kind}_ms"], f"{name}_step_over_bound": found[f"step_over_{kind}"]}
+    figures = {f"{name}_bound_ms": found[f"{kind}_ms"], f"{name}_step_over_bound": found[f"step_over_{kind}"]}
+    if "lanes_bound_ms" in found:
+        figures[f"{name}_step_over_lanes_bound"] = found["step_over_lanes_bound"]
+    return figures
 
 
 def memory(rows: dict[str, Row], facts: Row) -> Row:

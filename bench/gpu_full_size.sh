@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All 42 layers on a machine with 256 GiB of RAM and one GPU: bash bench/gpu_full_size.sh OUT [--dry-run | clean]
+# All 42 layers on a machine with 128 GiB of RAM or more and one GPU: bash bench/gpu_full_size.sh OUT [--dry-run | clean]
 #
 # Checks the machine, makes room in /dev/shm, writes the files without experts (6 GB), fills the arena with random experts (107 GiB), and
 # measures `exact` and `fast` as a card of 24 GB serves them, in one process. A second command goes on where the first was cut off.
@@ -10,8 +10,11 @@
 #   GPU_SESSION_STATE    its rows (/dev/shm/glm53-full-size) GPU_SESSION_STEPS    decode steps of a row (100), and as many before
 #   GPU_FULL_SIZE_RAM_GIB  what the machine has (256), whatever the system says before it is used
 #   GPU_FULL_SIZE_SHM_GIB  what /dev/shm must be (132)      GPU_FULL_SIZE_THREADS  of cpu_expert (14)
+#   GPU_FULL_SIZE_GROW_GIB what is touched beforehand (125) GPU_FULL_SIZE_FOLDER of the files without experts (in /dev/shm)
 #   GPU_FULL_SIZE_TUNE=1   let Triton time its configurations, for shipped pins
 #   PYTHON               the interpreter (python3)
+#
+# With 128 GiB: GPU_FULL_SIZE_RAM_GIB=128 GPU_FULL_SIZE_GROW_GIB=114 GPU_FULL_SIZE_FOLDER=<on a disk> GPU_FULL_SIZE_SHM_GIB=128.
 set -u
 
 usage() {
@@ -35,6 +38,8 @@ STATE=${GPU_SESSION_STATE:-/dev/shm/glm53-full-size${DRY[0]:-}} # a dry run's ro
 RAM_GIB=${GPU_FULL_SIZE_RAM_GIB:-256}
 SHM_GIB=${GPU_FULL_SIZE_SHM_GIB:-132}
 THREADS=${GPU_FULL_SIZE_THREADS:-14}
+GROW_GIB=${GPU_FULL_SIZE_GROW_GIB:-125}
+FOLDER=${GPU_FULL_SIZE_FOLDER:+$(realpath -m -- "$GPU_FULL_SIZE_FOLDER")}
 CLOSE_S=15 # of the limit, kept for what a command does after its last row
 # One GPU, and the driver's first one: its memory is what is watched.
 export PYTHONUNBUFFERED=1 CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
@@ -42,7 +47,7 @@ case $PYTHON in */*) PYTHON=$(realpath -ms -- "$PYTHON") ;; esac
 STATE=$(realpath -m -- "$STATE")
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-for number in "$LIMIT" "$LAYERS" "$STEPS" "$RAM_GIB" "$SHM_GIB" "$THREADS"; do
+for number in "$LIMIT" "$LAYERS" "$STEPS" "$RAM_GIB" "$SHM_GIB" "$THREADS" "$GROW_GIB"; do
   case $number in '' | *[!0-9]*) echo "seconds, layers, steps, threads and GiB are whole numbers, not '$number'" >&2; exit 2 ;; esac
 done
 
@@ -50,6 +55,7 @@ mkdir -p "$STATE" "$OUT" || exit 2
 LOG=$OUT/full_size.log
 WORDS=(--layers "$LAYERS" --warm "$STEPS" --steps "$STEPS" --threads "$THREADS" --state "$STATE/rows.json" --out "$OUT/gpu_full_size.json" "${DRY[@]}")
 [ -z "${GPU_FULL_SIZE_TUNE:-}" ] || WORDS+=(--tune)
+[ -z "$FOLDER" ] || WORDS+=(--folder "$FOLDER")
 
 if [ "${2:-}" = clean ]; then
   "$PYTHON" -m bench.gpu_full_size clean "${WORDS[@]}"
@@ -96,7 +102,7 @@ make_room() {
 [ ${#DRY[@]} -gt 0 ] || make_room
 step check 90 -m bench.gpu_check --layers "$LAYERS" --arena-only --ram-gib "$RAM_GIB" "${DRY[@]}" || exit 2
 FAILED=0
-step grow 120 -m bench.gpu_full_size grow "${WORDS[@]}" || FAILED=1 # the others may find the memory all the same
+step grow 120 -m bench.gpu_full_size grow --grow-gib "$GROW_GIB" "${WORDS[@]}" || FAILED=1 # the others may find the memory all the same
 step prepare 120 -m bench.gpu_full_size prepare "${WORDS[@]}" || exit 1
 step run 3600 -m bench.gpu_full_size run --seconds $((LIMIT - SECONDS - CLOSE_S)) "${WORDS[@]}" || FAILED=1
 "$PYTHON" -c 'import json, sys; [print(f"{key:28} {value}") for key, value in json.load(open(sys.argv[1]))["summary"].items()]' \

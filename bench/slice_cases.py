@@ -77,7 +77,7 @@ class Case:
     decodes in turns.
     """
 
-    side: str  # ours, stock, stock_resident
+    side: str  # ours, stock, stock_resident, stock165
     mode: str
     what: str
     seconds: float  # what it should take
@@ -122,6 +122,7 @@ _EXPECTED_MS = {
     GATHER: {1: 17, 4: 55},
     "in_place": {1: 27},
     "stock": {1: 23, 2: 36, 4: 80},
+    "stock165": {1: 37, 2: 60, 4: 100},
 }
 # The admission that is faster at C1, and the slower one: known when both have been measured.
 BEST, OTHER = "BEST", "OTHER"
@@ -149,8 +150,9 @@ _REST = (
 )
 # Not worth a load of its own: it is measured when a command has the time, and not missed.
 _OPTIONAL = ("stock/C1@32k",)
-_STOCK_FIRST = {"stock": "C1 C4 C2", "stock_resident": "C1"}
-_STOCK_REST = {"stock": "C1@32k", "stock_resident": "C2 C4 prefill8k C1@32k prefill32k"}
+STOCK_165 = "stock165"  # bench.stock_latest
+_STOCK_FIRST = {"stock": "C1 C4 C2", "stock_resident": "C1", STOCK_165: "C1 C4 C2"}
+_STOCK_REST = {"stock": "C1@32k", "stock_resident": "C2 C4 prefill8k C1@32k prefill32k", STOCK_165: ""}
 _PREFILL_S = {"prefill8k": 4.0, "prefill32k": 10.0}
 _STOCK_SPLIT_S = {"C1@32k": 45.0}  # never measured; it has a limit of its own
 ENTER_S = 1.5
@@ -178,7 +180,7 @@ def cases(side: str, steps: int, *, first: bool = False) -> list[Case]:
         order = _FIRST if first else _FIRST + _REST
         return [Case(side, mode, what, _expected_s(mode, what, steps)) for mode, names in order for what in names.split()]
     names = _STOCK_FIRST[side].split() + ([] if first else _STOCK_REST[side].split())
-    key = "resident" if side == "stock_resident" else "stock"
+    key = "resident" if side == "stock_resident" else side
     known = _STOCK_SPLIT_S if side == "stock" else {"C1@32k": 8 + steps * _EXPECTED_MS[key][1] / 1000}
     return [Case(side, "", what, known.get(what) or _expected_s(key, what, steps)) for what in names]
 
@@ -196,7 +198,7 @@ def only(cases: list[Case], names: list[str]) -> list[Case]:
 
 
 # Seconds of a command before its first case: import, load, pinning, first kernels.
-LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60, "start": 185}
+LOAD_S = {"prepare": 25, "ours": 60, "stock": 140, "stock_resident": 60, STOCK_165: 190, "start": 185}
 
 
 def estimate(command: str, steps: int) -> float:
@@ -360,7 +362,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "c1_vs_stock151": ("ours/BEST/C1", "stock/C1"),
     "c2_vs_stock151": ("ours/BEST/C2", "stock/C2"),
     "c4_vs_stock151": ("ours/BEST/C4", "stock/C4"),
-    "c1_vs_stock165": (),
+    "c1_vs_stock165": ("ours/BEST/C1", f"{STOCK_165}/C1"),
     "c4_over_c1": ("ours/BEST/C1", "ours/BEST/C4"),
     "all_resident_time_ratio": ("ours/resident/C1", "stock_resident/C1"),
     "hit_rate": ("ours/BEST/C1",),
@@ -370,13 +372,10 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "ram_extra_gib": ("ours/BEST/C1",),
     "second_start_s": ("start/second",),
 }
-NO_STOCK_165 = "stock 1.6.5 needs a build of 270 s of its own, which no run has had the time for"
 
 
 def why_null(rows: dict[str, Row], best: str | None, key: str) -> str:
     """Why a figure is not there: the case that is missing or broke."""
-    if key == "c1_vs_stock165":
-        return NO_STOCK_165
     for need in NEEDS.get(key, ()):
         name = need.replace(BEST, best or "in_step")
         if name not in rows:
@@ -402,6 +401,7 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
         summary[f"c{n}_tok_s"] = rows.get(f"ours/{best}/C{n}", {}).get("tok_s")
     for n in (1, 2, 4):
         summary[f"c{n}_vs_stock151"] = ratio(ms(f"stock/C{n}"), ms(f"ours/{best}/C{n}"))
+        summary[f"c{n}_vs_stock165"] = ratio(ms(f"{STOCK_165}/C{n}"), ms(f"ours/{best}/C{n}"))
         bound = bound_ms(rows, facts, best, f"C{n}") if best else None
         summary["step_over_bound" if n == 1 else f"c{n}_step_over_bound"] = ratio(ms(f"ours/{best}/C{n}"), bound)
         summary[f"c{n}_bound_ms"] = round(bound, 3) if bound else None
@@ -430,7 +430,6 @@ def summarise(rows: dict[str, Row], facts: Row) -> Row:
     summary["vram_peak_gib_alternating"] = round(turns["vram_peak_mib"] / 1024, 2) if turns.get("vram_peak_mib") else None
     summary["vram_peak_gib"] = max((round(row["vram_peak_mib"] / 1024, 2) for row in ours if row.get("vram_peak_mib")), default=None)
     summary["second_start_s"] = rows.get("start/second", {}).get("s")
-    summary["c1_vs_stock165"] = None
     summary["errors"] = sorted(broken)
     summary["reason_for_null"] = reasons(summary, tuple(NEEDS), lambda key: why_null(every, best, key))
     return summary

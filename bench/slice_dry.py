@@ -6,7 +6,7 @@ import numpy as np
 
 from bench import routing_trace
 from bench.kept_rows import Row
-from bench.slice_cases import Case, Mode, prefill_slots
+from bench.slice_cases import STOCK_165, Case, Mode, prefill_slots
 from kernels.python.cache_sim import CachePolicy, simulate
 
 RECORD_BYTES = 9_474_048
@@ -53,8 +53,8 @@ class DryEngine:
         if self._broken and self._mode is not None and self._mode.name == self._broken:
             raise RuntimeError("the device is gone")
         resident = 0.4 * self._layers * (1 + 0.25 * (streams - 1))
-        if self._side == "stock":
-            ms, hit, missed = {1: 22.0, 2: 36.0, 4: 79.0}[streams] * self._layers / 12, None, 0.0
+        if self._side in (known := {"stock": {1: 22.0, 2: 36.0, 4: 79.0}, STOCK_165: {1: 33.0, 2: 54.0, 4: 95.0}}):
+            ms, hit, missed = known[self._side][streams] * self._layers / 12, None, 0.0
         elif self._side == "stock_resident" or (self._mode is not None and self._mode.slots == "all"):
             ms, hit, missed = resident, 1.0, 0.0
         else:

@@ -1,4 +1,5 @@
-"""Stock exllamav3 1.5.1 on the full-shape slice: its CPU split, or every expert in VRAM. Driven through its own generator.
+"""Stock exllamav3 on the full-shape slice: 1.5.1's CPU split or every expert in VRAM, and 1.6.5's split with its cache of experts. Driven
+through its own generator.
 
 The trace's experts are renumbered by how often each is picked, so that the split's experts in VRAM (its first ones) are the ideal static
 choice for exactly this trace.
@@ -18,7 +19,7 @@ import torch
 
 from bench import routing_trace, slice_traces
 from bench.kept_rows import Row
-from bench.slice_cases import Case, Mode
+from bench.slice_cases import STOCK_165, Case, Mode
 
 PROMPT = 64
 MORE_TOKENS = 4096  # of the cache, beside one long context
@@ -44,7 +45,7 @@ class StockEngine:
     """One loaded stock model.
 
     Args:
-        side: stock, or stock_resident.
+        side: stock or stock_resident, which are 1.5.1's; or stock165, which is 1.6.5's split with promotion of what was missed.
         args: folder, warm, steps, prefill, context.
         trace: as routing_trace.make's.
         deadline: monotonic seconds; a case that is not over then is broken off.
@@ -60,13 +61,17 @@ class StockEngine:
         in_vram = round(routing_trace.SLOT_SHARE * routing_trace.EXPERTS)
         threads = max(1, (os.cpu_count() or 2) - 1)
         config = exl3.Config.from_directory(str(args.folder))
-        if side == "stock":
+        split, self._warm = side != "stock_resident", min(WARM_STEPS, args.warm)
+        if split:
             config.infer_params.moe_cpu_split = routing_trace.EXPERTS - in_vram
             config.infer_params.moe_cpu_threads = threads
+        if side == STOCK_165:
+            config.infer_params.moe_cpu_pinned_arena = True  # without it nothing is promoted
+            self._warm = args.warm  # its cache learns
         model = exl3.Model.from_config(config)
         cache = exl3.Cache(model, max_num_tokens=args.context + MORE_TOKENS, max_batch_size=8)
         began = time.perf_counter()
-        if side == "stock":
+        if split:
             model.load(use_per_device=[VRAM_GB], max_chunk_size=CHUNK, progressbar=False)
         else:
             model.load(device="cuda:0", max_chunk_size=CHUNK, progressbar=False)
@@ -74,11 +79,11 @@ class StockEngine:
             f"{side}_load_s": round(time.perf_counter() - began, 1),
             f"{side}_vram_gib": round(torch.cuda.memory_allocated() / 2**30, 2),
         }
-        if side == "stock":
+        if split:
             self._facts |= {
-                "stock_experts_in_vram_per_layer": in_vram,
-                "stock_threads": threads,
-                "stock_hit_share": round(float((trace[:, :1] < in_vram).mean()), 4),
+                f"{side}_experts_in_vram_per_layer": in_vram,
+                f"{side}_threads": threads,
+                f"{side}_hit_share": round(float((trace[:, :1] < in_vram).mean()), 4),
             }
         self._trace = torch.from_numpy(trace).to("cuda:0")
         self._step, self._forcing = 0, False
@@ -164,10 +169,9 @@ class StockEngine:
         tokens = self._args.context if case.long else self._args.prefill
         if case.kind == "prefill":
             return self._prefill(tokens)
-        warm = min(WARM_STEPS, self._args.warm)
         if not case.long:
-            return self._decode(case.streams, self._args.steps, warm)
-        return self._decode(case.streams, max(1, self._args.steps // case.share), warm, tokens) | {"context": tokens}
+            return self._decode(case.streams, self._args.steps, self._warm)
+        return self._decode(case.streams, max(1, self._args.steps // case.share), self._warm, tokens) | {"context": tokens}
 
     def _prefill(self, tokens: int) -> Row:
         times = []

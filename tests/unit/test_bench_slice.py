@@ -28,6 +28,7 @@ from bench import (
     slice_start,
     slice_stock,
     slice_traces,
+    stock_latest,
 )
 from bench.kept_rows import Rows
 from bench.slice_cases import Case
@@ -46,10 +47,20 @@ def dry(tmp_path: Path, *words: str) -> dict[str, Any]:
     return dict(json.loads(out.read_text()))
 
 
+def dry_latest(tmp_path: Path, *words: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    sizes = ("--layers", "2", "--warm", "6", "--steps", "6")
+    stock_latest.main([*words, "--dry-run", *sizes, "--state", str(tmp_path / "rows.json"), "--out", str(out)])
+    return dict(json.loads(out.read_text()))
+
+
 def test_a_dry_run_measures_every_case_and_makes_every_figure(tmp_path: Path) -> None:
-    """All commands one after the other, as on a GPU: a row for each case, no figure missing but stock 1.6.5's."""
+    """All commands one after the other, as on a GPU: a row for each case, no figure missing; stock 1.6.5's with a program of its own."""
     for command in gpu_exact_slice.COMMANDS:
         document = dry(tmp_path, command)
+    assert document["summary"]["reason_for_null"] == {"c1_vs_stock165": "stock165/C1 was not measured in this run"}
+    document = dry_latest(tmp_path)
+    assert [row["name"] for row in document["rows"][-3:]] == ["stock165/C1", "stock165/C4", "stock165/C2"]
     names = {row["name"] for row in document["rows"]}
     every = [case for side in ("ours", "stock", "stock_resident") for case in slice_cases.cases(side, 12)]
     admissions = [case for case in every if case.mode not in (slice_cases.BEST, slice_cases.OTHER)]
@@ -58,9 +69,9 @@ def test_a_dry_run_measures_every_case_and_makes_every_figure(tmp_path: Path) ->
     assert {"ours/in_step/C8", "ours/in_step/alternate", "ours/between_steps/C4", "ours/resident/C2@32k", "stock/C1@32k"} <= names
     assert not any(case.mode in (slice_cases.BEST, slice_cases.OTHER) and case.name in names for case in every)
     summary = document["summary"]
-    assert [key for key, value in summary.items() if value is None] == ["c1_vs_stock165"]
-    assert list(summary["reason_for_null"]) == ["c1_vs_stock165"]
-    assert summary["errors"] == []
+    assert [key for key, value in summary.items() if value is None] == []
+    assert (summary["reason_for_null"], summary["errors"]) == ({}, [])
+    assert summary["c1_vs_stock165"] == pytest.approx(1.5 * summary["c1_vs_stock151"], abs=0.002)  # 33 ms and 22
     assert summary["step_over_bound_half_link"] == pytest.approx(1.1, abs=0.01)
     assert summary["prefill32k_of_limit"] == pytest.approx(summary["prefill8k_of_limit"], abs=0.01)
     assert {"modules", "enqueue_ms", "busy_ms"} <= set(next(row for row in document["rows"] if row["name"] == "ours/resident/modules"))
@@ -293,13 +304,14 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
         "stock/C1": {"ms": 24.0},
         "stock_resident/C1": {"ms": 6.0},
         "stock/C2": {"error": "x"},
+        "stock165/C1": {"ms": 30.0},
     }  # fmt: skip
     facts = {"link_gb_s": 50.0, "records": 1000, "slots": 0, "record_bytes": 50_000_000, "link_half_gb_s": 25.0}
     facts["hit_rates"] = {"steady": {"clock": 0.395, "belady": 0.69, "heat": 0.49}, "drift": {"clock": 0.4, "heat": 0.45}}
     summary = slice_cases.summarise(rows, facts)
     assert summary["admission"] == "in_step"
     assert summary["c1_tok_s"] == 66.7
-    assert summary["c1_vs_stock151"] == 1.6
+    assert (summary["c1_vs_stock151"], summary["c1_vs_stock165"], summary["c4_vs_stock165"]) == (1.6, 2.0, None)
     assert summary["step_over_bound"] == pytest.approx(15 / (5 + 477 * 2**20 / 50e9 * 1000), abs=1e-3)
     assert summary["c4_over_c1"] == pytest.approx(1.499, abs=1e-3)
     assert summary["all_resident_time_ratio"] == pytest.approx(0.833, abs=1e-3)
@@ -312,7 +324,6 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
     assert summary["step_over_bound_half_link"] == pytest.approx(27 / (5 + 477 * 2**20 / 25e9 * 1000), abs=1e-3)
     assert (summary["c1_tok_s_32k"], summary["c1_vs_stock151_32k"]) == (62.5, 1.5)
     assert summary["reason_for_null"] == {
-        "c1_vs_stock165": slice_cases.NO_STOCK_165,
         "c2_vs_stock151": "ours/in_step/C2 was not measured in this run",
         "c4_vs_stock151": "stock/C4 was not measured in this run",
         "second_start_s": "start/second was not measured in this run",
@@ -683,6 +694,43 @@ def test_stocks_engine_over_a_stand_in(tmp_path: Path, monkeypatch: pytest.Monke
     assert engine._generator.jobs == []
     assert engine.facts()["stock_experts_in_vram_per_layer"] == 33
     assert 0.2 < engine.facts()["stock_hit_share"] < 1
+    assert not hasattr(infer, "moe_cpu_pinned_arena")
+    latest = slice_stock.StockEngine(slice_cases.STOCK_165, args, trace)
+    assert (infer.moe_cpu_split, infer.moe_cpu_pinned_arena) == (255, True)
+    assert (latest._warm, engine._warm) == (4, 4)
+    assert latest.facts()["stock165_hit_share"] == engine.facts()["stock_hit_share"]
+
+
+def test_another_version_is_not_measured_as_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both versions are named, and where the right one goes; nothing is written over what is there."""
+    package, version = types.ModuleType("exllamav3"), types.ModuleType("exllamav3.version")
+    package.version, version.__version__ = version, "1.5.1"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "exllamav3", package)
+    monkeypatch.setitem(sys.modules, "exllamav3.version", version)
+    with pytest.raises(SystemExit, match=r"exllamav3 1\.5\.1 is on PYTHONPATH, this bench measures 1\.6\.5: pip install --target"):
+        stock_latest.main(["--state", str(tmp_path / "rows.json"), "--out", str(tmp_path / "out.json")])
+    assert list(tmp_path.iterdir()) == []
+    version.__version__ = stock_latest.VERSION  # type: ignore[attr-defined]
+    assert stock_latest.check_version() == "1.6.5"
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_topology_that_is_not_there_is_not_read(readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is there, exllamav3 pins as it always does."""
+    ext = types.ModuleType("exllamav3_ext")
+    ext.exl3_moe_cpu_core_order = lambda: ([0, 1], 2)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "exllamav3_ext", ext)
+    monkeypatch.setattr(stock_latest.os.path, "isdir", lambda _path: readable)
+    for name in (*stock_latest.UNPINNED, "STOCK_LATEST_UNPINNED"):
+        monkeypatch.setenv(name, "")  # so that what is set here is undone
+        monkeypatch.delenv(name)
+    stock_latest.leave_topology_alone()
+    assert ext.exl3_moe_cpu_core_order() == (([0, 1], 2) if readable else ([], 0))
+    wanted = dict.fromkeys(stock_latest.UNPINNED) if readable else stock_latest.UNPINNED
+    assert {name: os.environ.get(name) for name in stock_latest.UNPINNED} == wanted
+    monkeypatch.setenv("STOCK_LATEST_UNPINNED", "1")
+    stock_latest.leave_topology_alone()
+    assert ext.exl3_moe_cpu_core_order() == ([], 0)
 
 
 def test_a_scan_costs_the_policies_that_admit_it_and_its_own_picks_count_for_nobody() -> None:

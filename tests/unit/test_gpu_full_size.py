@@ -103,6 +103,7 @@ def test_the_figures_are_made_of_the_right_rows() -> None:
     assert summary["exact_c1_bound_ms"] == pytest.approx(19 + missing_ms / 50, abs=1e-3)
     assert summary["fast_c1_bound_ms"] == pytest.approx(16 + missing_ms / 100, abs=1e-3)  # the lane's 50 GB/s beside the link's
     assert summary["fast_c1_step_over_bound"] == pytest.approx(40 / (16 + missing_ms / 100), abs=1e-3)
+    assert summary["fast_c1_step_over_lanes_bound"] == summary["fast_c1_step_over_bound"]  # host memory is as fast as both
     assert summary["c1_fast_vs_exact"] == 1.5
     assert (summary["ram_extra_gib"], summary["ram_total_gib_measured"]) == (3.0, 110.0)
     assert (summary["vram_peak_gib"], summary["fits_24_gb"], summary["vram_peak_gib_every_expert"]) == (23.0, True, 117.19)
