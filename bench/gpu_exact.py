@@ -16,7 +16,7 @@ import json
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ NEVER = 1 << 30
 # Lower than exllamav3's own choice for widths as small as the shipped model's, so that its path for very hot experts runs too.
 RECONSTRUCT_ROWS = 512
 ARENA = Path("/dev/shm/glm53-gpu-exact-arena")
-SLICE = report.ROOT / "docs" / "results" / "gpu_exact_slice.json"
+SLICES = tuple(report.ROOT / "docs" / "results" / f"gpu_exact_slice{name}.json" for name in ("", "_stock165"))
 UNMEASURED = "not measured: needs a run of bench.gpu_exact_slice with twelve layers, stock exllamav3 beside it"
 OTHER_FIGURES = tuple(slice_cases.NEEDS)
 STOCK = "stock"
@@ -272,7 +272,13 @@ def main() -> None:
     parser.add_argument("--moves", type=int, default=10_000, help="records that the random repoints move")
     parser.add_argument("--first-config", action="store_true", help="Triton kernels take their first configuration instead of timing all")
     parser.add_argument("--state", type=Path, default=Path("/dev/shm/glm53-exact-rows.json"), help="what a later command goes on with")
-    parser.add_argument("--slice", type=Path, default=SLICE, help="bench.gpu_exact_slice's result, for figures of speed")
+    parser.add_argument(
+        "--slice",
+        type=Path,
+        nargs="+",
+        default=SLICES,
+        help="results of bench.gpu_exact_slice, for figures of speed: the first that has one",
+    )
     parser.add_argument("--dry-run", action="store_true", help="no GPU: three rows with made-up logits")
     parser.add_argument("--report", action="store_true", help="compare nothing, write the file again")
     parser.add_argument("--trace-after", type=float, default=0, help="print where every thread is, every so many seconds")
@@ -394,7 +400,18 @@ def slice_figures(path: Path) -> Row:
     return {**figures, "slice": f"{layers} MoE layers, {path.name}", "reason_for_null": why}
 
 
-def summarise(slice_file: Path, rows: dict[str, Row], facts: Row) -> Row:
+def figures_of(paths: Sequence[Path]) -> Row:
+    """Those of the first run; what is null there, of the first other run that has it, by that run's name. No ratio is made of two runs."""
+    figures, *others = (slice_figures(path) for path in paths)
+    for other in others:
+        for name in [name for name in figures["reason_for_null"] if other.get(name) is not None]:
+            figures[name] = other[name]
+            del figures["reason_for_null"][name]
+            figures.setdefault("of_other_runs", {})[name] = other["slice"]
+    return figures
+
+
+def summarise(slice_files: Sequence[Path], rows: dict[str, Row], facts: Row) -> Row:
     """The figures that are quoted."""
     exact = bit_exact(rows, facts)
     summary: Row = {
@@ -403,7 +420,7 @@ def summarise(slice_file: Path, rows: dict[str, Row], facts: Row) -> Row:
         "cases_skipped": len(facts["skipped"]) if "skipped" in facts else None,
         "seconds": facts.get("seconds"),
         **dict.fromkeys(OTHER_FIGURES),
-        **slice_figures(slice_file),
+        **figures_of(slice_files),
     }
     if exact is None:
         summary["reason_for_null"]["bit_exact"] = "nothing was compared in this run"

@@ -67,7 +67,7 @@ def write_all(state: Path) -> dict[str, Row]:
     summaries: dict[str, Row] = {}
     made: dict[str, Any] = {
         SLICE: slice_cases.summarise,
-        EXACT: functools.partial(gpu_exact.summarise, state / SLICE),
+        EXACT: functools.partial(gpu_exact.summarise, [state / SLICE]),
         FAST: lambda rows, facts: fast_figures.summarise(list(rows.values()), facts, fast_figures.Others(state / SLICE, state / KERNEL)),
     }
     for name, summarise in made.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120), pytest.mark.skipif(bool
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Page:
-    (tmp_path / "words").touch()
-    return Page(tmp_path / "words")
+def words() -> Iterator[Path]:
+    """In shared memory: the driver maps no page of a file system that keeps track of what is written."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="glm53-round-trip-") as folder:
+        path = Path(folder) / "words"
+        path.touch()
+        yield path
+
+
+@pytest.fixture
+def page(words: Path) -> Page:
+    return Page(words)
 
 
 @pytest.fixture
@@ -28,9 +37,9 @@ def gpu(page: Page) -> Iterator[Gpu]:
     made.close()
 
 
-def test_every_round_is_answered(gpu: Gpu, page: Page, tmp_path: Path) -> None:
+def test_every_round_is_answered(gpu: Gpu, page: Page, words: Path) -> None:
     """By a thread, by the stream's wait, by another process; the last number is the last request."""
-    row = round_trip.measure(gpu, page, tmp_path / "words", rounds=150)
+    row = round_trip.measure(gpu, page, words, rounds=150)
     assert all(row[name] > 0 for name in row)
     assert page.word(REQUEST).value == 64 + 150 + 64 + 2 * 100 + 64 + 150
 

@@ -36,7 +36,9 @@ def runs() -> Runs:
 
 
 def bench_in(tmp_path: Path, runs: Runs, *, ours: int = 1, deadline: float = float("inf")) -> gpu_exact.Bench:
-    rows = Rows(tmp_path / "rows", tmp_path / "out.json", {"machine": {}}, functools.partial(gpu_exact.summarise, tmp_path / "slice.json"))
+    rows = Rows(
+        tmp_path / "rows", tmp_path / "out.json", {"machine": {}}, functools.partial(gpu_exact.summarise, [tmp_path / "slice.json"])
+    )
     sides = [gpu_exact.Side(model, None, None) for model in (1, ours)]
     loaded: Any = types.SimpleNamespace(records=types.SimpleNamespace(num_records=6), replacements=None)
     return gpu_exact.Bench(None, sides[0], sides[1], loaded, 2, [SCRIPT], [256, 2048], deadline, rows, runs.run)
@@ -153,3 +155,20 @@ def test_figures_of_the_slice_come_with_their_reasons(tmp_path: Path) -> None:
         assert layers == 12 or "the slice had 2 MoE layers" in got["reason_for_null"]["c1_tok_s"]
         assert all(got[name] is not None or got["reason_for_null"][name] for name in slice_cases.NEEDS)
         assert got["reason_for_null"]["c1_vs_stock151"] == "stock/C1 was not measured in this run"
+
+
+def test_a_figure_that_one_run_lacks_is_another_run_s_by_name(tmp_path: Path) -> None:
+    """What both have is the first one's; no ratio is made of two runs; what neither has keeps its reason."""
+    first = {"ours/in_step/C1": {"ms": 15.0, "tok_s": 66.7}, "stock/C1": {"ms": 22.5}}
+    second = {"ours/in_step/C1": {"ms": 14.0, "tok_s": 71.4}, "stock165/C1": {"ms": 28.0}}
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, rows in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps({"summary": slice_cases.summarise(rows, {}), "facts": {"depths": list(range(12))}}))
+    got = gpu_exact.figures_of([*paths, tmp_path / "none.json"])
+    assert (got["c1_tok_s"], got["c1_vs_stock151"], got["c1_vs_stock165"]) == (66.7, 1.5, 2.0)
+    assert got["slice"] == "12 MoE layers, first.json"
+    assert got["of_other_runs"] == {"c1_vs_stock165": "12 MoE layers, second.json"}
+    assert "c1_vs_stock165" not in got["reason_for_null"]
+    assert got["reason_for_null"]["c2_vs_stock151"] == "ours/in_step/C2 was not measured in this run"
+    alone = gpu_exact.figures_of([tmp_path / "none.json", paths[1]])
+    assert (alone["c1_tok_s"], alone["of_other_runs"]["c1_tok_s"]) == (71.4, "12 MoE layers, second.json")
