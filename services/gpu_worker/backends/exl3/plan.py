@@ -22,8 +22,8 @@ from services.gpu_worker.settings import GpuWorkerSettings
 
 MIB, GIB = 1 << 20, 1 << 30
 LEAST_VRAM_MIB = 23_000
-# CUDA's context, torch, exllamav3, Python and cpu_expert in host memory, beside the records and the embedding. At full size all of them and
-# the embedding (1.2 GiB) were measured with 3.24 GiB (docs/results/gpu_full_size.json): what is planned must not be less than what is taken.
+# CUDA's context, torch, exllamav3, Python and cpu_expert in host memory, beside the records and the embedding. All of them took 3.24 GiB at
+# full size (docs/results/gpu_full_size.json), the embedding 1.2 of it: what is planned must not be less than what is taken.
 HOST_BYTES = 3 * GIB
 _KDA_STATE_BYTES, _HALF = 4, 2  # fp32 state; fp16 or bf16 everything else
 
