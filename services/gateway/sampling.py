@@ -102,6 +102,7 @@ def sampling_params(
         stop_token_ids=request.stop_token_ids or [],
         ignore_eos=bool(request.ignore_eos),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        show_special_tokens=request.skip_special_tokens is False,
         logprobs=logprobs,
         allowed_token_ids=request.allowed_token_ids or [],
         bad_words=bad_words,

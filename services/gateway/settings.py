@@ -112,7 +112,7 @@ class GatewaySettings(ServiceSettings):
     default_reasoning_effort: Effort = Field(
         "max",
         validation_alias="GLM53_DEFAULT_REASONING_EFFORT",
-        description="Reasoning effort of requests that ask for none: low, high or max.",
+        description="Reasoning effort of requests that ask for none.",
     )
     thinking_off_policy: ThinkingOffPolicy = Field(
         "empty_think",

@@ -208,6 +208,7 @@ def _sampling(message: pb.SamplingParams, limits: RequestLimits) -> SamplingPara
         stop_token_ids=frozenset(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         include_stop_str_in_output=message.include_stop_str_in_output,
+        show_special_tokens=message.show_special_tokens,
         logprobs=message.logprobs,
         allowed_token_ids=_allowed(message, limits),
         bad_words=_bad_words(message, limits),

@@ -27,11 +27,13 @@ class TokenTable:
     Args:
         pieces: bytes by token id; ids that no token has are empty.
         added: ids of the tokenizer's added tokens (control tokens and tags).
+        special: those of them whose text is not shown unless somebody asks for it (control tokens).
     """
 
-    def __init__(self, pieces: list[bytes], added: frozenset[int]) -> None:
+    def __init__(self, pieces: list[bytes], added: frozenset[int], special: frozenset[int] = frozenset()) -> None:
         self.pieces = pieces
         self.added = added
+        self.special = special
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -73,4 +75,5 @@ class TokenTable:
             pieces[token_id] = bytes(table[char] for char in text)
         for token_id, text in added.items():
             pieces[token_id] = text.encode()
-        return cls(pieces, frozenset(added))
+        special = (int(token["id"]) for token in document.get("added_tokens", []) if token.get("special"))
+        return cls(pieces, frozenset(added), frozenset(special))

@@ -35,7 +35,8 @@ class OutputStream:
         self._end_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | eos_token_ids
         self._tokens = tokens
         self._num_tokens = 0
-        self._matcher = StopMatcher(params.stop, keep_stop=params.include_stop_str_in_output) if params.stop else None
+        hidden = frozenset[int]() if params.show_special_tokens else tokens.special
+        self._matcher = StopMatcher(params.stop, keep_stop=params.include_stop_str_in_output, hidden=hidden) if params.stop else None
 
     def push(self, token_id: int, logprob: float | None = None, top: tuple[RankedToken, ...] = ()) -> tuple[list[OutToken], Ending | None]:
         """One sampled token.
@@ -69,23 +70,27 @@ class OutputStream:
 
 
 class StopMatcher:
-    """Finds stop strings in the bytes of a token stream.
+    """Finds stop strings in the bytes of a token stream, as its reader sees them.
 
     Args:
         stops: non-empty byte strings.
         keep_stop: the matched string belongs to the output.
+        hidden: ids of tokens whose text is not shown: a stop string goes on over them, and ends at one whose whole text it is.
     """
 
-    def __init__(self, stops: tuple[bytes, ...], *, keep_stop: bool = False) -> None:
+    def __init__(self, stops: tuple[bytes, ...], *, keep_stop: bool = False, hidden: frozenset[int] = frozenset()) -> None:
         self._stops = stops
         self._keep_stop = keep_stop
+        self._hidden = hidden
         self._held: deque[OutToken] = deque()
-        self._text = b""  # bytes of the held tokens
+        self._text = b""  # shown bytes of the held tokens
 
     def push(self, token: OutToken) -> tuple[list[OutToken], bytes | None]:
         """Adds a token; gives the tokens that are free to go and the stop string if one is complete."""
+        if token.token_id in self._hidden and token.piece in self._stops:
+            return [*self.flush(), *([token] if self._keep_stop else [])], token.piece
         self._held.append(token)
-        self._text += token.piece
+        self._text += self._shown(token)
         match = self._first_match()
         if match is None:
             return self._release(len(self._text) - self._pending()), None
@@ -120,17 +125,19 @@ class StopMatcher:
     def _release(self, num_bytes: int) -> list[OutToken]:
         """Tokens that lie wholly within the first `num_bytes` bytes."""
         out: list[OutToken] = []
-        while self._held and len(self._held[0].piece) <= num_bytes:
-            token = self._held.popleft()
-            num_bytes -= len(token.piece)
-            self._text = self._text[len(token.piece) :]
-            out.append(token)
+        while self._held and (size := len(self._shown(self._held[0]))) <= num_bytes:
+            out.append(self._held.popleft())
+            num_bytes -= size
+            self._text = self._text[size:]
         return out
+
+    def _shown(self, token: OutToken) -> bytes:
+        return b"" if token.token_id in self._hidden else token.piece
 
     def _cut(self, num_bytes: int) -> list[OutToken]:
         """Tokens up to `num_bytes` bytes; the last one cut there. The rest belongs to the stop string and goes nowhere."""
         out = self._release(num_bytes)
-        rest = num_bytes - sum(len(token.piece) for token in out)
+        rest = num_bytes - sum(len(self._shown(token)) for token in out)
         if rest > 0 and self._held:
             out.append(replace(self._held[0], piece=self._held[0].piece[:rest]))
         self._held.clear()

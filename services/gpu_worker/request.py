@@ -77,6 +77,7 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    show_special_tokens: bool = False  # stop strings are looked for in the text of control tokens too
     logprobs: int = -1  # -1 none, 0 the chosen token's, n the n most likely too
     allowed_token_ids: tuple[int, ...] = ()  # empty = all
     bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each

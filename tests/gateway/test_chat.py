@@ -341,6 +341,7 @@ def test_sampling_fields_reach_the_worker(stack: Stack) -> None:
         max_tokens=9,
         ignore_eos=True,
         include_stop_str_in_output=True,
+        skip_special_tokens=False,
     )
     got = stack.sampling
     assert (got.temperature, got.top_p, got.top_k, got.min_p) == (0, 0.5, -1, 0.1)
@@ -349,12 +350,14 @@ def test_sampling_fields_reach_the_worker(stack: Stack) -> None:
     assert (list(got.stop), list(got.stop_token_ids), got.min_tokens, got.max_tokens) == (["a", "b"], [3], 2, 9)
     assert got.ignore_eos
     assert got.include_stop_str_in_output
+    assert got.show_special_tokens
 
 
 def test_absent_sampling_fields_stay_absent(stack: Stack) -> None:
     """What the client does not say is the checkpoint's to decide; max_tokens is the remaining context."""
     stack.post()
     got = stack.sampling
+    assert not got.show_special_tokens
     for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
         assert not got.HasField(name), name
     assert got.max_tokens == 1000 - len(stack.worker.requests[0].prompt_token_ids)

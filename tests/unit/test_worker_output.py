@@ -149,3 +149,45 @@ def test_other_tokenizers_are_refused(tmp_path: pathlib.Path) -> None:
         TokenTable.from_file(TINY / "tokenizer.json", 100)
     with pytest.raises(CheckpointError, match="does not exist"):
         TokenTable.from_file(tmp_path / "nothing.json", 100)
+
+
+def test_a_stop_string_goes_on_over_tokens_that_are_not_shown() -> None:
+    """Their text ends nothing, unless it is a stop string as a whole; where they are shown it counts like any other."""
+    hidden = frozenset({7})
+
+    def shown(stops: tuple[bytes, ...], *, keep: bool = False, hide: frozenset[int] = hidden) -> tuple[bytes, list[int], bytes | None]:
+        """(text as its reader sees it, ids that went out, stop string) of 'you?', a hidden <|user|>, 'yet', '.'."""
+        matcher, out, found = StopMatcher(stops, keep_stop=keep, hidden=hide), list[OutToken](), None
+        for token in (OutToken(1, b"How are you?"), OutToken(7, b"<|user|>"), OutToken(2, b"yet"), OutToken(3, b".")):
+            tokens, found = matcher.push(token)
+            out += tokens
+            if found is not None:
+                break
+        out += [] if found is not None else matcher.flush()
+        return b"".join(token.piece for token in out if token.token_id not in hide), [token.token_id for token in out], found
+
+    assert shown((b"you?yet",)) == (b"How are ", [1], b"you?yet")
+    assert shown((b"you?yet",), keep=True) == (b"How are you?yet", [1, 7, 2], b"you?yet")
+    assert shown((b"?yet.",)) == (b"How are you", [1], b"?yet.")
+    assert shown((b"user",)) == (b"How are you?yet.", [1, 7, 2, 3], None)
+    assert shown((b">yet", b"us")) == (b"How are you?yet.", [1, 7, 2, 3], None)
+    assert shown((b"<|user|>",)) == (b"How are you?", [1], b"<|user|>")
+    assert shown((b"<|user|>",), keep=True) == (b"How are you?", [1, 7], b"<|user|>")
+    assert shown((b"?<|user|>", b"you?yes")) == (b"How are you?yet.", [1, 7, 2, 3], None)
+    everything = frozenset[int]()
+    assert shown((b"you?yet",), hide=everything) == (b"How are you?<|user|>yet.", [1, 7, 2, 3], None)
+    assert shown((b"user",), hide=everything) == (b"How are you?<|", [1, 7], b"user")
+
+
+@pytest.mark.parametrize(("show", "text", "stop"), [(False, b"A", b"BC"), (True, b"AB!C", b"")])
+def test_control_tokens_are_shown_to_stop_strings_only_on_request(show: bool, text: bytes, stop: bytes) -> None:
+    """skip_special_tokens false, as the client sees them."""
+    table = TokenTable([b"A", b"B", b"!", b"C"], frozenset({2}), frozenset({2}))
+    stream = OutputStream(SamplingParams(stop=(b"BC",), max_tokens=4, show_special_tokens=show), frozenset(), table)
+    out, ending = [], None
+    for token in (0, 1, 2, 3):
+        tokens, ending = stream.push(token)
+        out += tokens
+    assert ending is not None
+    assert ending.stop_string == stop
+    assert b"".join(token.piece for token in out) == text
