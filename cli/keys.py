@@ -119,7 +119,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Replaces the file in one step, readable for its owner only: a gateway never sees half of it."""
+    """Replaces the file in one step, readable for its owner only: a gateway never sees half of it. A link stays one."""
+    path = Path(os.path.realpath(path))
     text = json.dumps({"keys": entries}, indent=2) + "\n"
     parse_keys(text, str(path))
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:

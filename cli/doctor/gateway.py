@@ -16,6 +16,7 @@ from services.common.command import COMMAND
 from services.common.errors import ConfigError
 from services.common.shm_room import size_in_words
 from services.gateway.access.keys import read_keys
+from services.gateway.access.ledger import check_place
 from services.gateway.fleet.members import addresses_of
 from services.gateway.settings import GatewaySettings
 from services.gateway.shared.link import problem_of
@@ -45,7 +46,7 @@ def check(env: Mapping[str, str], machine: Machine) -> Iterator[Finding]:
         else:
             yield ok("API keys", f"{count} in {settings.api_keys_file}")
     if settings.usage_file:
-        yield from _usage_file(Path(settings.usage_file))
+        yield from _usage_file(Path(settings.usage_file), Path(settings.api_keys_file) if settings.api_keys_file else None)
     if url := settings.redis_url.get_secret_value():
         yield from _redis(url)
 
@@ -57,7 +58,12 @@ def _keys_fix(file: Path) -> str:
     return f"Make the file with `{COMMAND} keys create` (compose: see its README.md), and let this user read it."
 
 
-def _usage_file(file: Path) -> Iterator[Finding]:
+def _usage_file(file: Path, keys: Path | None) -> Iterator[Finding]:
+    try:
+        check_place(file, keys)
+    except ConfigError as error:
+        yield fail("usage file", error.message)
+        return
     if not _can_append(file):
         yield fail(
             "usage file", f"GLM53_USAGE_FILE={file} cannot be written", "Name a file in a folder that this user may write, or unset it."

@@ -86,7 +86,7 @@ void TierEngine::save_heat() {
   if (options_.heat_file.empty()) return;
   bool saved = true;
   try {
-    write_file_atomically(options_.heat_file, controller_->save_heat());
+    write_heat_file(options_.heat_file, controller_->save_heat());
   } catch (const Error&) {
     saved = false;  // a full disk must not stop the answers; the statistics tell
   }

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "tier/error.h"
@@ -17,6 +19,9 @@ namespace {
 
 constexpr uint64_t kHeatMagic = UINT64_C(0x3174616568333547);  // "G53heat1"
 constexpr uint32_t kHeatVersion = 2;
+// What a worker that computes on a GPU writes (services/gpu_worker/backends/exl3/heat_file.py): of no use here, and ours.
+constexpr char kGpuHeat[] = "glm53 gpu heat ";
+constexpr int kMaxLeftovers = 1000;  // of processes that had our number and were killed while they wrote
 
 struct HeatHeader {
   uint64_t magic;
@@ -27,6 +32,52 @@ struct HeatHeader {
   uint8_t checkpoint_hash[32];
   uint64_t checksum;  // of everything after the header, padded to 32 bytes
 };
+
+bool is_heat(const uint8_t* bytes, size_t size) {
+  const auto begins = [bytes, size](const void* with, size_t length) { return size >= length && std::memcmp(bytes, with, length) == 0; };
+  return begins(&kHeatMagic, sizeof kHeatMagic) || begins(kGpuHeat, sizeof kGpuHeat - 1);
+}
+
+// The mode of what lies at the path, for what will replace it; without anything there, what the process gives new files.
+// Throws kSystem when it is neither empty nor heat.
+mode_t mode_of_replaceable(const std::string& path, bool* exists) {
+  struct stat found{};
+  *exists = ::lstat(path.c_str(), &found) == 0;
+  if (!*exists) {
+    if (errno != ENOENT) throw_errno("cannot look at " + path);
+    return 0644;
+  }
+  if (!S_ISREG(found.st_mode)) throw Error(GLM53_SYSTEM, path + " is not written over: it is no regular file");
+  if (found.st_size != 0) {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) throw_errno("cannot open " + path);
+    uint8_t first[sizeof kGpuHeat];
+    const ssize_t n = ::pread(fd, first, sizeof first, 0);
+    const int error = errno;
+    ::close(fd);
+    errno = error;
+    if (n < 0) throw_errno("cannot read " + path);
+    if (!is_heat(first, static_cast<size_t>(n))) throw Error(GLM53_SYSTEM, path + " is not written over: it is no heat file");
+  }
+  return found.st_mode & 07777;
+}
+
+// Where a link leads to, so that it stays one; a path that leads nowhere yet as it is.
+std::string resolved(const std::string& path) {
+  char whole[PATH_MAX];
+  return ::realpath(path.c_str(), whole) != nullptr ? std::string(whole) : path;
+}
+
+// A new file beside the path, under a name that nothing has: what lies there already is not ours to empty.
+int open_new_beside(const std::string& path, std::string* name) {
+  for (int leftover = 0; leftover < kMaxLeftovers; ++leftover) {
+    *name = path + format(".tmp.%d.%d", static_cast<int>(getpid()), leftover);
+    const int fd = ::open(name->c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (fd >= 0) return fd;
+    if (errno != EEXIST) break;
+  }
+  throw_errno("cannot create " + *name);
+}
 
 uint64_t body_checksum(const std::vector<uint8_t>& bytes) {
   std::vector<uint8_t> padded(bytes.begin() + sizeof(HeatHeader), bytes.end());
@@ -167,6 +218,7 @@ bool HeatTable::load(const std::vector<uint8_t>& bytes, const uint8_t* checkpoin
     *why = text;
     return false;
   };
+  if (!bytes.empty() && !is_heat(bytes.data(), bytes.size())) return refuse("it is no heat file, and will not be written over");
   if (bytes.size() < sizeof h) return refuse("it is truncated");
   std::memcpy(&h, bytes.data(), sizeof h);
   if (h.magic != kHeatMagic || h.version != kHeatVersion) return refuse(format("its version is %u, expected %u", h.version, kHeatVersion));
@@ -184,10 +236,12 @@ bool HeatTable::load(const std::vector<uint8_t>& bytes, const uint8_t* checkpoin
   return true;
 }
 
-void write_file_atomically(const std::string& path, const std::vector<uint8_t>& bytes) {
-  const std::string temporary = path + ".tmp";
-  const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
-  if (fd < 0) throw_errno("cannot create " + temporary);
+void write_heat_file(const std::string& path, const std::vector<uint8_t>& bytes) {
+  const std::string target = resolved(path);
+  bool exists = false;
+  const mode_t mode = mode_of_replaceable(target, &exists);
+  std::string temporary;
+  const int fd = open_new_beside(target, &temporary);
   size_t written = 0;
   while (written < bytes.size()) {
     const ssize_t n = ::write(fd, bytes.data() + written, bytes.size() - written);
@@ -195,10 +249,10 @@ void write_file_atomically(const std::string& path, const std::vector<uint8_t>& 
     if (n <= 0) break;
     written += static_cast<size_t>(n);
   }
-  const bool whole = written == bytes.size() && fsync(fd) == 0;
+  const bool whole = written == bytes.size() && (!exists || fchmod(fd, mode) == 0) && fsync(fd) == 0;
   const int error = errno;
   ::close(fd);
-  if (!whole || rename(temporary.c_str(), path.c_str()) != 0) {
+  if (!whole || rename(temporary.c_str(), target.c_str()) != 0) {
     if (!whole) errno = error;
     const int reason = errno;
     ::unlink(temporary.c_str());

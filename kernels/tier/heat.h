@@ -102,8 +102,9 @@ class HeatTable {
   float round_chance_ = 0;  // sum over the round's touches
 };
 
-// Writes under a temporary name, syncs, renames. Throws kSystem.
-void write_file_atomically(const std::string& path, const std::vector<uint8_t>& bytes);
+// Writes heat under a temporary name of its own, syncs, renames. A link stays one, a file that was there leaves its mode. Throws kSystem,
+// and changes nothing, also when what lies at the path is neither empty nor heat.
+void write_heat_file(const std::string& path, const std::vector<uint8_t>& bytes);
 // False when there is no such file.
 bool read_file(const std::string& path, std::vector<uint8_t>* bytes);
 

@@ -146,9 +146,12 @@ def _link(settings: GatewaySettings) -> RedisLink | None:
 
 
 def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink | None) -> Services:
-    keys = KeyRing(Path(settings.api_keys_file)) if settings.api_keys_file else None
-    client = MeteredClient(worker)
+    keys_file = Path(settings.api_keys_file) if settings.api_keys_file else None
     metrics = GatewayMetrics()
+    # Before the keys: where both are one file, that is told, and not what its keys look like.
+    ledger = UsageLedger(Path(settings.usage_file), metrics.usage_lost, keys_file) if settings.usage_file else None
+    keys = KeyRing(keys_file) if keys_file is not None else None
+    client = MeteredClient(worker)
     counters: Counters = LocalCounters()
     bus = share = None
     if link is not None:
@@ -167,7 +170,7 @@ def _services(settings: GatewaySettings, worker: WorkerClient, link: RedisLink |
         bus=bus,
         key_share=share,
         canceller=Canceller(client.live, client, bus),
-        ledger=UsageLedger(Path(settings.usage_file), metrics.usage_lost) if settings.usage_file else None,
+        ledger=ledger,
     )
 
 

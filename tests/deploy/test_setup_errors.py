@@ -81,6 +81,11 @@ def _nothing_free(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
 
 
+def _a_diary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    del monkeypatch
+    (folder / "diary").write_text("day 1")
+
+
 def _no_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del monkeypatch
     shutil.copytree(ROOT / "models" / "tiny" / "checkpoint", folder / "model")
@@ -178,6 +183,22 @@ ROWS: dict[str, Row] = {
     "heat that cannot be saved": Row(
         "GLM53_HEAT_FILE=/none/heat is in a folder that does not exist",
         "a volume that user 10001 may write", env={"GLM53_HEAT_FILE": "/none/heat"},
+    ),
+    "heat in the place of another file": Row(
+        "/diary is not written to: it has 5 bytes that are no heat file of ours. Name a file that does not exist yet", "",
+        env={"GLM53_HEAT_FILE": "{folder}/diary"}, before=_a_diary,
+    ),
+    "Triton's choices in the place of another file": Row(
+        "/diary is not written to: it has 5 bytes that are no file of Triton's choices of ours", "",
+        gpus=[GPU], env={**ON_GPU, "GLM53_TRITON_PIN": "{folder}/diary"}, before=_a_diary,
+    ),
+    "usage in another file": Row(
+        "/diary is not written to: it has 5 bytes that are no usage lines of ours", "", "gateway",
+        env={"GLM53_USAGE_FILE": "{folder}/diary"}, before=_a_diary,
+    ),
+    "usage in the key file": Row(
+        "is the file of GLM53_API_KEYS_FILE, which the first request's line would destroy: name another file", "", "gateway",
+        env={"GLM53_USAGE_FILE": "{folder}/diary", "GLM53_API_KEYS_FILE": "{folder}/diary"}, before=_a_diary,
     ),
     "heat on a full drive": Row(
         "0 MiB are free there, so heat is not saved", "Free space there",

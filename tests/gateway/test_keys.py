@@ -356,6 +356,24 @@ def test_glm53_keys_makes_lists_and_withdraws(tmp_path: Path, capsys: pytest.Cap
     assert [entry.name for entry in tmp_path.iterdir()] == ["keys.json"]
 
 
+def test_glm53_keys_writes_over_nothing_but_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file is refused and stays; a link to the keys stays a link, and the keys behind it change."""
+    monkeypatch.setattr("cli.main.configure_logging", lambda *_: None)
+    other, real, link = tmp_path / "diary", tmp_path / "disk" / "keys.json", tmp_path / "keys.json"
+    other.write_text("day 1")
+    assert glm53(["keys", "create", "--file", str(other), "--id", "a"]) == 78
+    assert other.read_text() == "day 1"
+    real.parent.mkdir()
+    write_keys(real, ada={})
+    link.symlink_to(real)
+    assert glm53(["keys", "create", "--file", str(link), "--id", "a"]) == 0
+    key = capsys.readouterr().out.strip()
+    assert link.is_symlink()
+    assert read_keys(real).find(digest_of(key)) is not None
+
+
 def test_glm53_keys_takes_the_file_that_the_server_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,61 @@ def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     """Better than to find out when the bill is due."""
     with pytest.raises(ConfigError, match="GLM53_USAGE_FILE"):
         UsageLedger(tmp_path / "nowhere" / "usage.jsonl", Counter("lost", "Lost.", registry=None))
+
+
+def start(path: Path, keys: Path | None = None) -> UsageLedger:
+    return UsageLedger(path, Counter("lost", "Lost.", registry=None), keys)
+
+
+OTHERS = ["diary", "diary\n", "{}\n", "[1]\n", '{"ts": 1, "tokens": 2}\n', '{"keys": []}\n', "[" * 50_000 + "\n", "\0" * 200_000]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=range(len(OTHERS)))
+def test_lines_are_never_appended_to_another_file(tmp_path: Path, other: str) -> None:
+    """Whatever lies there is told with its setting, and stays as it is."""
+    path = tmp_path / "usage.jsonl"
+    path.write_text(other)
+    with pytest.raises(
+        ConfigError, match=f"GLM53_USAGE_FILE={path} .* it has {len(other)} bytes that are no usage lines of ours"
+    ) as caught:
+        start(path)
+    assert caught.value.param == "GLM53_USAGE_FILE"
+    assert path.read_text() == other
+
+
+def test_a_start_goes_on_with_the_lines_of_an_earlier_one(billed: tuple[Stack, dict[str, str], Path], tmp_path: Path) -> None:
+    """Also when the last one was cut off with its gateway; an empty file, a pipe and a device hold nothing that could be spoiled."""
+    stack, keys, path = billed
+    ask(stack, keys["ada"])
+    until(lambda: lines(path), "the line")
+    whole = path.read_text()
+    again = tmp_path / "again.jsonl"
+    for text in ("", whole, whole * 500, whole + whole[:20], whole[:20], whole[:3]):
+        again.write_text(text)
+        start(again)
+        assert again.read_text() == text
+    start(Path(os.devnull))
+    with pytest.raises(ConfigError, match="it is a folder"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("way", ["same", "detour", "symlink", "hard link"])
+def test_usage_and_keys_in_one_file_are_refused(tmp_path: Path, way: str, there: bool) -> None:
+    """By whatever name: a line in the key file would end all keys."""
+    keys, usage = tmp_path / "keys.json", tmp_path / "usage.jsonl"
+    if there:
+        write_keys(keys, ada={})
+    if way == "symlink":
+        usage.symlink_to(keys)
+    elif way == "hard link":
+        if not there:
+            return
+        usage.hardlink_to(keys)
+    else:
+        usage = keys if way == "same" else tmp_path / ".." / tmp_path.name / "keys.json"
+    before = keys.read_bytes() if there else None
+    with pytest.raises(ConfigError, match=f"GLM53_USAGE_FILE={usage} is the file of GLM53_API_KEYS_FILE") as caught:
+        Stack(api_keys_file=str(keys), usage_file=str(usage))
+    assert caught.value.param == "GLM53_USAGE_FILE"
+    assert (keys.read_bytes() if keys.exists() else None) == before

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import pathlib
+import stat
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -342,6 +344,49 @@ def test_heat_survives_a_restart(shm_dir: pathlib.Path, tmp_path: pathlib.Path) 
             forward(engine, batch)
             assert engine.stats()["admissions"] == 0
             assert "its checksum is wrong" in engine.stats()["heat_note"]
+
+
+def test_heat_is_never_saved_over_another_file(module_stage: Stage, tmp_path: pathlib.Path) -> None:
+    """Whatever lies there, and under the temporary name, stays byte for byte; the statistics tell."""
+    place, beside = tmp_path / "heat", tmp_path / "heat.tmp"
+    beside.write_bytes(b"diary")
+    for other in (b"diary", b"G53heat", b"G53HEAT1" + bytes(4096)):
+        place.write_bytes(other)
+        with module_stage.engine(mode="exact", heat_file=str(place), heat_period_s=1) as engine:
+            assert "it is no heat file, and will not be written over" in engine.stats()["heat_note"]
+            assert wait_until(lambda: engine.stats()["heat_errors"] > 0)
+            assert engine.stats()["heat_saves"] == 0
+        assert place.read_bytes() == other
+        assert beside.read_bytes() == b"diary"
+        assert sorted(os.listdir(tmp_path)) == ["heat", "heat.tmp"]
+    place.unlink()
+    for link in (tmp_path / "none", pathlib.Path(os.devnull)):
+        place.symlink_to(link)
+        with module_stage.engine(mode="exact", heat_file=str(place)):
+            pass
+        assert place.readlink() == link
+        assert sorted(os.listdir(tmp_path)) == ["heat", "heat.tmp"]
+        place.unlink()
+
+
+@pytest.mark.parametrize("before", [b"", b"G53heat1", b"glm53 gpu heat 2 and so on"])
+def test_heat_takes_the_place_of_earlier_heat(module_stage: Stage, tmp_path: pathlib.Path, before: bytes) -> None:
+    """Of an empty file, of damaged heat and of what a worker on a GPU saved: a link stays one, the mode stays, leftovers stop nothing."""
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "heat", tmp_path / "heat"
+    real.write_bytes(before)
+    real.chmod(0o640)
+    link.symlink_to(real)
+    leftover = real.with_name(f"heat.tmp.{os.getpid()}.0")
+    leftover.symlink_to(tmp_path / "elsewhere")
+    with module_stage.engine(mode="exact", heat_file=str(link)):
+        pass
+    assert link.is_symlink()
+    assert real.read_bytes().startswith(b"G53heat1")
+    assert real.stat().st_size > len(before)
+    assert stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert not (tmp_path / "elsewhere").exists()
+    assert sorted(os.listdir(real.parent)) == ["heat", leftover.name]
 
 
 @pytest.mark.parametrize("name", ['quote"and\\slash', "new\tline"])

@@ -17,7 +17,7 @@ from kernels.python.arena import Arena
 from kernels.python.expert import ExpertShape, Variant
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import select
-from services.gpu_worker.backends.exl3 import fast_setup, loader, records
+from services.gpu_worker.backends.exl3 import fast_setup, loader, records, resolve
 from services.gpu_worker.backends.exl3.experts import ExpertOptions
 from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
@@ -383,6 +383,36 @@ def test_pins_are_written_once_by_the_warm_up(tmp_path: Path, monkeypatch: pytes
     second.save()
     assert path.stat().st_mtime_ns == written
     loader.TritonPins("", "H200", tmp_path).save()
+
+
+@pytest.mark.parametrize("other", ["diary", "{", "[]", '{"version": 1}', "[" * 100_000, "\xff"])
+def test_pins_are_never_written_over_another_file(tmp_path: Path, tuned: FakeTuner, caplog: pytest.LogCaptureFixture, other: str) -> None:
+    """A start refuses it, and a writer leaves it as it is."""
+    path = tmp_path / "pins.json"
+    path.write_text(other, "latin-1")
+    before = path.read_bytes()
+    with pytest.raises(
+        ConfigError, match=f"GLM53_TRITON_PIN={path} .* it has {len(other)} bytes that are no file of Triton's choices"
+    ) as caught:
+        resolve.check(GpuWorkerSettings.load({"GLM53_TRITON_PIN": str(path)}))
+    assert caught.value.param == "GLM53_TRITON_PIN"
+    pins = loader.TritonPins(str(path), "H200")
+    tuned.cache[(64,)] = tuned.configs[0]
+    pins.save()
+    assert f"Triton's choices cannot be saved to {path}" in caplog.text
+    assert path.read_bytes() == before
+
+
+def test_pins_of_another_version_or_gpu_are_written_over(tmp_path: Path) -> None:
+    """They are ours, and of no use here; so is a file that is not there, or empty."""
+    path = tmp_path / "pins.json"
+    resolve.check(GpuWorkerSettings.load({}))
+    for text in (None, "", '{"version": 0, "gpu": "H200", "kernels": {}}', '{"version": 1, "gpu": "RTX 3090", "kernels": []}'):
+        if text is not None:
+            path.write_text(text)
+        resolve.check(GpuWorkerSettings.load({"GLM53_TRITON_PIN": str(path)}))
+        triton_tuners.write(path, "H200", {})
+        assert triton_tuners.read(path) == ("H200", {})
 
 
 def test_the_first_configuration_can_be_forced() -> None:

@@ -135,6 +135,21 @@ def test_heat_survives_a_restart_and_belongs_to_one_checkpoint(tmp_path: Path) -
     assert "damaged" in heat_file.load(path, mine, 6)[1]
 
 
+def test_heat_is_never_saved_over_another_file(tmp_path: Path) -> None:
+    """One that came there after the start is reported and stays; what a worker on the CPU saved is replaced."""
+    path, problems = tmp_path / "heat", list[str]()
+    keeper = heat_file.HeatKeeper(path, b"c" * 32, Placement(3, 1).read_heat, problems.append)
+    path.write_text("diary")
+    keeper.close()
+    assert path.read_text() == "diary"
+    assert len(problems) == 1
+    assert "it has 5 bytes that are no heat file of ours" in problems[0]
+    path.write_bytes(b"G53heat1 and so on")
+    keeper.close()
+    assert heat_file.load(path, b"c" * 32, 3)[1] == ""
+    assert len(problems) == 1
+
+
 def test_heat_is_saved_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     """Not at every step; a folder that is gone is reported, and serving goes on."""
     placement, problems = Placement(3, 1), list[str]()

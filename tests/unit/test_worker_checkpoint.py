@@ -341,6 +341,23 @@ def test_a_place_where_heat_cannot_be_saved_is_refused(tmp_path: pathlib.Path) -
     for name in (tmp_path, tmp_path / "missing" / "heat"):
         with pytest.raises(ConfigError, match="GLM53_HEAT_FILE"):
             cpu.check_heat_file(str(name))
+    (tmp_path / "link").symlink_to(tmp_path / "missing" / "heat")
+    with pytest.raises(ConfigError, match="in a folder that does not exist"):
+        cpu.check_heat_file(str(tmp_path / "link"))
+
+
+def test_a_file_that_holds_no_heat_is_refused_as_its_place(tmp_path: pathlib.Path) -> None:
+    """It would be written over. Heat of either backend is ours, of whatever version and however damaged: it is ignored by who reads it."""
+    place = tmp_path / "heat"
+    for ours in (b"", b"G53heat1", b"G53heat1" + bytes(9), b"glm53 gpu heat 2" + bytes(80), b"glm53 gpu heat 1"):
+        place.write_bytes(ours)
+        cpu.check_heat_file(str(place))
+    for other in (b"diary", b"G53heat", b"G53HEAT1" + bytes(80), b"\nG53heat1"):
+        place.write_bytes(other)
+        with pytest.raises(ConfigError, match=f"GLM53_HEAT_FILE=.* it has {len(other)} bytes that are no heat file of ours") as caught:
+            cpu.check_heat_file(str(place))
+        assert caught.value.param == "GLM53_HEAT_FILE"
+        assert place.read_bytes() == other
 
 
 def test_other_architectures_are_refused() -> None:

@@ -158,6 +158,12 @@ def test_boot_failures_have_their_exit_codes(
         assert misplaced.exit_code() == ExitCode.CONFIG
         assert f"{setting}={place}" in misplaced.log.read_text()
         assert "Traceback" not in misplaced.log.read_text()
+    diary = tmp_path / "diary"
+    diary.write_text("not heat")
+    another = launch(checkpoint_dir, GLM53_HEAT_FILE=str(diary))
+    assert another.exit_code() == ExitCode.CONFIG
+    assert f"GLM53_HEAT_FILE={diary} is not written to: it has 8 bytes that are no heat file of ours" in another.log.read_text()
+    assert diary.read_text() == "not heat"
     broken = random_checkpoint.write(tmp_path / "broken", Recipe(num_layers=3, num_experts=8))
     with (broken / "model.safetensors").open("r+b") as stream:
         stream.truncate(100_000)

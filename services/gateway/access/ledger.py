@@ -8,12 +8,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import stat
 import time
 from collections import deque
 from pathlib import Path
+from typing import BinaryIO
 
 from prometheus_client import Counter
 
+from services.common import own_file
 from services.common.errors import ConfigError
 from services.gateway.access.admission import Admission
 
@@ -22,6 +26,60 @@ log = logging.getLogger(__name__)
 _INTERVAL_S = 1.0
 # Some minutes of a busy server.
 _MAX_WAITING = 65_536
+_TAIL_BYTES = 1 << 16  # more than any line has
+# What every line has; ours begin with the first of them.
+_FIELDS = ("ts", "request_id", "key_id", "path", "tokens", "generations", "prompt_tokens", "cached_tokens", "completion_tokens")
+_BEGINNING = b'{"ts": '
+
+
+def check_place(path: Path, keys: Path | None) -> None:
+    """Refuses a file that usage must not be appended to; one that is not there yet is fine.
+
+    Args:
+        path: GLM53_USAGE_FILE.
+        keys: GLM53_API_KEYS_FILE.
+
+    Raises:
+        ConfigError: it is the key file, or holds something else than usage.
+    """
+    if keys is not None and _same(path, keys):
+        raise ConfigError(
+            f"GLM53_USAGE_FILE={path} is the file of GLM53_API_KEYS_FILE, which the first request's line would destroy: name another file",
+            param="GLM53_USAGE_FILE",
+        )
+    if not _is_stream(path):
+        own_file.refuse_another("GLM53_USAGE_FILE", path, _is_usage, "usage lines")
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # one is not there
+        return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _is_stream(path: Path) -> bool:
+    """/dev/stdout, a collector's pipe: nothing lies there that a line could spoil."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+
+
+def _is_usage(file: BinaryIO) -> bool:
+    """Whether the last whole line is one of ours: the one after it may have been cut off with its gateway."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _TAIL_BYTES))
+    tail = file.read()
+    end = tail.rfind(b"\n")
+    if end < 0:
+        return tail[: len(_BEGINNING)] == _BEGINNING[: len(tail)]
+    try:
+        line = json.loads(tail[tail.rfind(b"\n", 0, end) + 1 : end])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(line, dict) and line.keys() >= set(_FIELDS)
 
 
 class UsageLedger:
@@ -30,12 +88,14 @@ class UsageLedger:
     Args:
         path: the file; made when it does not exist.
         lost: counts lines that found no place.
+        keys: the file of API keys, which it must not be.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, or is another's.
     """
 
-    def __init__(self, path: Path, lost: Counter) -> None:
+    def __init__(self, path: Path, lost: Counter, keys: Path | None = None) -> None:
+        check_place(path, keys)
         try:
             path.open("a").close()
         except OSError as error:

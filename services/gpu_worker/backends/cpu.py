@@ -20,13 +20,14 @@ from kernels.python.errors import KernelError, ShmInUse, ShmNoSpace, TierTimeout
 from kernels.python.expert import ExpertShape, kernel_info
 from kernels.python.region import Region
 from kernels.python.tier import TierEngine
-from services.common import memory, shm_room
+from services.common import memory, own_file, shm_room
 from services.common.errors import ConfigError
 from services.gpu_worker.backends import arena_check, arena_fill, cpu_arena, cpu_weights
 from services.gpu_worker.backends.arena_check import ArenaCheck
 from services.gpu_worker.backends.base import BackendInfo, BackendLostError, Logits, Snapshot, Stream, VerifyReport, prefill_apart
 from services.gpu_worker.backends.cpu_model import CpuTextModel, RoutedExperts
 from services.gpu_worker.backends.cpu_state import StateShape, StreamState
+from services.gpu_worker.backends.exl3 import heat_file
 from services.gpu_worker.checkpoint import Checkpoint
 from services.gpu_worker.model_config import TextConfig
 from services.gpu_worker.settings import GpuWorkerSettings
@@ -349,14 +350,16 @@ def _tiers(settings: GpuWorkerSettings, config: TextConfig, arena: Arena, mode: 
 
 
 def check_heat_file(name: str) -> None:
-    """Refuses a place where heat could never be saved; a file that is not there yet is fine.
+    """Refuses a place where heat could never be saved, or where something else lies; a file that is not there yet is fine.
 
     Raises:
-        ConfigError: says what is wrong with the place.
+        ConfigError: says what is wrong with the place, or what lies there.
     """
     if not name:
         return
     path = pathlib.Path(name)
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+    folder = pathlib.Path(os.path.realpath(path)).parent  # of what a link leads to: that is what is replaced
+    if path.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         problem = "a folder" if path.is_dir() else "in a folder that does not exist or cannot be written"
         raise ConfigError(f"GLM53_HEAT_FILE={name} is {problem}: name a file in a folder of this user", param="GLM53_HEAT_FILE")
+    own_file.refuse_another("GLM53_HEAT_FILE", path, heat_file.is_heat, heat_file.KIND)

@@ -10,16 +10,19 @@ from __future__ import annotations
 import ast
 import json
 import logging
-import os
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
+
+from services.common import own_file
 
 log = logging.getLogger(__name__)
 
 NAME = "triton_tuners"
+KIND = "file of Triton's choices"
+_MAX_BYTES = 1 << 24  # of which a file is known to be ours: one of choices has some thousand
 VERSION = 1
 SHIPPED = Path(__file__).resolve().parents[1] / "triton_pins"
 Choices = dict[str, dict[str, dict[str, Any]]]  # by kernel, then by the text of the tuner's key: a configuration's settings
@@ -67,6 +70,9 @@ def save(path: Path, tuners: dict[str, Any], gpu: str) -> int:
 
     Args:
         gpu: the GPU's name: choices of one are nothing to another.
+
+    Raises:
+        OSError: as `write`.
     """
     kernels = {
         name: {repr(key): config.all_kwargs() for key, config in tuner.cache.items() if _literal(key)} for name, tuner in tuners.items()
@@ -76,11 +82,35 @@ def save(path: Path, tuners: dict[str, Any], gpu: str) -> int:
 
 
 def write(path: Path, gpu: str, kernels: Choices) -> None:
-    """Writes a file of choices, sorted. A reader never sees half of it."""
+    """Writes a file of choices, sorted. A reader never sees half of it.
+
+    Raises:
+        OSError: it cannot be written, or a file that is not of this kind lies there.
+    """
     text = json.dumps({"version": VERSION, "gpu": gpu, "kernels": {n: c for n, c in kernels.items() if c}}, indent=1, sort_keys=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(text + "\n")
-    os.replace(part, path)
+    own_file.replace(path, (text + "\n").encode(), is_choices, KIND)
+
+
+def is_choices(file: BinaryIO) -> bool:
+    """Whether a file is one that `write` wrote, in this version or another; the choices themselves may be of no use."""
+    try:
+        document = json.loads(file.read(_MAX_BYTES))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and {"version", "gpu", "kernels"} <= document.keys()
+
+
+def check(name: str) -> None:
+    """Refuses a file that choices would be written over.
+
+    Args:
+        name: GLM53_TRITON_PIN, empty for none.
+
+    Raises:
+        ConfigError: says what lies there.
+    """
+    if name:
+        own_file.refuse_another("GLM53_TRITON_PIN", Path(name), is_choices, KIND)
 
 
 def read(path: Path) -> tuple[str, Choices]:
@@ -99,7 +129,7 @@ def read(path: Path) -> tuple[str, Choices]:
         raise PinsError(f"{path} does not exist yet") from None
     except PinsError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise PinsError(f"{path} cannot be read: {error}") from error
     for text, settings in entries:
         if not _is_literal(text) or not isinstance(settings, dict):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pathlib
 import struct
 import threading
 from collections.abc import Callable
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.common import own_file
+
 MAGIC = b"glm53 gpu heat 2"
+# Ours, whatever their version: a worker that computed on the CPU may have written the file before (kernels/tier/heat.cpp), or may after us.
+OURS = (b"glm53 gpu heat ", b"G53heat1")
+KIND = "heat file"
 SAVE_EVERY_S = 180.0
 
 Heat = tuple[NDArray[np.float32], NDArray[np.float32]]
@@ -24,12 +29,18 @@ def save(path: pathlib.Path, checkpoint_hash: bytes, heat: Heat) -> None:
     Args:
         checkpoint_hash: 32 bytes: heat of one checkpoint means nothing to another.
         heat: (popularity, fast) of every record.
+
+    Raises:
+        OSError: it cannot be written, or a file that is no heat file lies there.
     """
     slow, fast = (np.ascontiguousarray(values, np.float32) for values in heat)
     body = checkpoint_hash + struct.pack("<I", len(slow)) + slow.tobytes() + fast.tobytes()
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(MAGIC + hashlib.sha256(body).digest() + body)
-    os.replace(part, path)
+    own_file.replace(path, MAGIC + hashlib.sha256(body).digest() + body, is_heat, KIND)
+
+
+def is_heat(file: BinaryIO) -> bool:
+    """Whether the file begins as one that holds heat: of any checkpoint and version, whole or not."""
+    return file.read(max(map(len, OURS))).startswith(OURS)
 
 
 def load(path: pathlib.Path, checkpoint_hash: bytes, num_records: int) -> tuple[Heat | None, str]:

@@ -89,6 +89,8 @@ def load(settings: GpuWorkerSettings, checkpoint: Checkpoint, note: Note, device
     """
     upstream.check()
     resolve_mode(settings.mode, "")  # before anything slow
+    cpu.check_heat_file(settings.heat_file)
+    triton_tuners.check(settings.triton_pin)
     chunk = resolve_chunk(settings)
     max_context = resolve_context(settings.context_tokens, settings.cache_tokens, checkpoint.config)
     note(0.0, "checking the experts")
@@ -452,7 +454,6 @@ def keep_heat(name: str, checkpoint_hash: bytes, store: ExpertStore, num_slots: 
     """Fills the slots: with what was hot before, or with the same share of every layer, which the first steps' picks replace."""
     heat = None
     if name:
-        cpu.check_heat_file(name)
         heat, why = heat_file.load(pathlib.Path(name), checkpoint_hash, num_records)
         if heat is None:
             log.warning("the cache starts cold: %s", why)

@@ -7,6 +7,7 @@ from typing import Literal
 from services.common.errors import ConfigError
 from services.gpu_worker.backends.exl3.pages import PAGE_TOKENS
 from services.gpu_worker.model_config import TextConfig
+from services.gpu_worker.patches import triton_tuners
 from services.gpu_worker.settings import GpuWorkerSettings
 
 DEFAULT_CONTEXT = 32_768
@@ -25,6 +26,7 @@ def check(settings: GpuWorkerSettings) -> None:
     """
     resolve_mode(settings.mode, "")
     resolve_chunk(settings)
+    triton_tuners.check(settings.triton_pin)
     if settings.mode == "exact":
         resolve_hints(settings.ec_hints, "exact", brings=runs_in_step(settings))
         resolve_copy(settings.ec_copy, brings=runs_in_step(settings))
