@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
 import subprocess
@@ -12,13 +13,21 @@ from collections.abc import Mapping
 from cli.probe import SERVING, SILENT
 from cli.process import die_with_parent
 
+log = logging.getLogger("glm53")
+
 RESTART_PROBE_AFTER_S = 5.0
+# The longest silence of a probe that is well: of each service it says a line per period, however the service answers. On a machine that is
+# busy a line may come late, and the first one waits for an import of gRPC.
+QUIET_PERIODS = 3
+QUIET_S = 10.0
+FIRST_WORD_S = 20.0
 
 
 class Liveness:
     """Counts unanswered questions, asked by a child process (cli.probe).
 
     A service counts only once this process of it has said that it serves: what loads may be silent. Anything it says starts the count anew.
+    The child is watched too: one that ended is started again, one that says nothing of a service for a few periods is killed first.
 
     Args:
         addresses: service name -> http:// URL or gRPC address.
@@ -34,6 +43,8 @@ class Liveness:
         self._checks = checks
         self._missed = dict.fromkeys(addresses, 0)
         self._served: dict[str, int] = {}  # pid of the process that has served
+        self._quiet_s = max(QUIET_PERIODS * period_s, QUIET_S)
+        self._heard = dict.fromkeys(addresses, 0.0)  # when the probe last said something of it
         self._buffer = b""
         self._child: subprocess.Popen[bytes] | None = None
         self._next_start = 0.0
@@ -45,8 +56,11 @@ class Liveness:
         """
         for line in self._lines():
             name, _, state = line.partition(" ")
-            if name in self._missed and name in pids:
-                self._note(name, state, pids[name])
+            if name in self._missed:
+                self._heard[name] = time.monotonic()
+                if name in pids:
+                    self._note(name, state, pids[name])
+        self._end_quiet_probe()
         found = [(name, missed) for name, missed in self._missed.items() if missed >= self._checks]
         for name, _ in found:
             self._missed[name] = 0
@@ -57,6 +71,17 @@ class Liveness:
             self._served[name] = pid
         armed = self._served.get(name) == pid
         self._missed[name] = self._missed[name] + 1 if state == SILENT and armed else 0
+
+    def _end_quiet_probe(self) -> None:
+        """Kills a child that lives but says nothing, frozen or with a thread that ended; it is started again as any that ended."""
+        now = time.monotonic()
+        quiet = [name for name, heard in self._heard.items() if now - heard >= self._quiet_s]
+        if not quiet or self._child is None or self._child.poll() is not None:
+            return
+        log.error("the liveness probe said nothing of %s for %g s: killing it", " and ".join(quiet), self._quiet_s)
+        self._child.kill()
+        # It may take its time to end, in which nothing new is to be heard of it.
+        self._heard = dict.fromkeys(self._heard, now)
 
     def _lines(self) -> list[str]:
         if self._child is None or self._child.poll() is not None:
@@ -84,6 +109,7 @@ class Liveness:
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
+        self._heard = dict.fromkeys(self._heard, time.monotonic() + FIRST_WORD_S)
 
     def close(self) -> None:
         """Ends the child."""

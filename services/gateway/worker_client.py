@@ -38,6 +38,35 @@ _CHANNEL_OPTIONS = (
 )
 
 
+@dataclass(frozen=True)
+class Pings:
+    """How a worker's process that is frozen, or whose host is gone, is told from one that is busy, while calls to it run.
+
+    A ping is answered by gRPC's own threads, whatever Python, the engine or the device are at. When an answer is missing the connection
+    is given up, and every call on it ends as it does when the process dies: `interval_s + timeout_s` after its last sign of life at most.
+
+    Attributes:
+        interval_s: seconds without anything received until a ping is sent.
+        timeout_s: seconds that its answer may take.
+    """
+
+    interval_s: float = 10.0
+    timeout_s: float = 30.0
+
+    @property
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """Of a gRPC channel."""
+        interval_ms, timeout_ms = int(self.interval_s * 1000), int(self.timeout_s * 1000)
+        return (
+            ("grpc.keepalive_time_ms", interval_ms),
+            ("grpc.keepalive_timeout_ms", timeout_ms),
+            # gRPC's pings for its estimate of the bandwidth go before ours, with a patience of their own.
+            ("grpc.http2.ping_timeout_ms", timeout_ms),
+            # A stream in a long prefill is silent in both directions.
+            ("grpc.http2.max_pings_without_data", 0),
+        )
+
+
 # Scoring waits in the worker's queue and reads a whole prompt.
 _SCORE_TIMEOUT_S = 3600.0
 
@@ -87,11 +116,13 @@ class GrpcWorkerClient:
     Args:
         address: host:port or unix:/path.
         timeout_s: for everything that is not a generation.
+        pings: how long a worker may be frozen.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, address: str, timeout_s: float, pings: Pings = Pings()) -> None:
         self._address = address
         self._timeout_s = timeout_s
+        self._options = (*_CHANNEL_OPTIONS, *pings.options)
         self._channel: grpc.aio.Channel | None = None
         self._methods: pb_grpc.WorkerStub | None = None
         self._language: Language | None = None
@@ -99,7 +130,7 @@ class GrpcWorkerClient:
 
     def _stub(self) -> pb_grpc.WorkerStub:
         if self._methods is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
             self._methods = pb_grpc.WorkerStub(self._channel)
         return self._methods
 

@@ -59,7 +59,8 @@ _SERVER_OPTIONS = (
     # A gateway that vanished without closing its connection is noticed, and its requests are cancelled.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Its own pings are never too many: by the answers it knows that this process is not frozen.
+    ("grpc.http2.max_ping_strikes", 0),
 )
 
 

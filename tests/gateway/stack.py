@@ -16,7 +16,7 @@ from services.gateway.app import create_app
 from services.gateway.fleet import worker_for
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
-from services.gateway.worker_client import GrpcWorkerClient
+from services.gateway.worker_client import GrpcWorkerClient, Pings
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.language import CHAT_TEMPLATE
 
@@ -27,7 +27,10 @@ HELLO = [{"role": "user", "content": "Hello"}]
 class Stack:
     """Runs worker and gateway until `close`."""
 
-    def __init__(self, *, start_worker: bool = True, chat_template: str = CHAT_TEMPLATE, **settings: Any) -> None:
+    def __init__(
+        self, *, start_worker: bool = True, chat_template: str = CHAT_TEMPLATE, pings: Pings | None = None, **settings: Any
+    ) -> None:
+        self._pings = pings or Pings()
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -47,7 +50,7 @@ class Stack:
 
     async def _make_app(self) -> Any:
         # A worker that does not listen yet has no port, which no setting may say.
-        alone = GrpcWorkerClient(self.settings.worker_address, self.settings.connect_timeout_s)
+        alone = GrpcWorkerClient(self.settings.worker_address, self.settings.connect_timeout_s, self._pings)
         return create_app(self.settings, worker_for(self.settings) if "," in self.settings.worker_address else alone)
 
     def run(self, work: Coroutine[Any, Any, Any], timeout_s: float = 20.0) -> Any:

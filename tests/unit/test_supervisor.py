@@ -21,7 +21,7 @@ import pytest
 from cli import instance as instance_module
 from cli import probe
 from cli.instance import Instance
-from cli.liveness import Liveness
+from cli.liveness import QUIET_S, Liveness
 from cli.process import BACKOFF_FIRST_S, MAX_BOOT_FAILURES, STABLE_S, Service, _die_with, describe_exit
 from cli.serve import Supervisor
 from cli.settings import ServeSettings
@@ -634,6 +634,55 @@ def test_a_service_that_lives_but_does_not_answer_is_restarted(tmp_path: Path, c
     assert f"{wedged} was killed, since it did not answer" in caplog.text
     assert len(set(pids)) == 2
     assert all(service.restarts == (service.name == wedged) for service in run._services)
+
+
+@pytest.mark.alone
+def test_a_frozen_probe_is_replaced_and_a_frozen_worker_still_noticed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGSTOP of the probe, then of the worker: the probe is killed with a log line, its successor finds the worker silent."""
+    port = free_port()
+    run = supervisor(tmp_path, port, QUICK, gpu_worker=WORKER.format(status="SERVING"), gateway=gateway(port, READY))
+    caplog.set_level("INFO")
+    services = {service.name: service for service in run._services}
+    probes: list[int] = []
+
+    def script() -> None:
+        liveness = run._liveness
+        assert liveness is not None
+        if wait_for(lambda: len(liveness._served) == 2, 30):
+            assert liveness._child is not None
+            probes.append(liveness._child.pid)
+            os.kill(probes[0], signal.SIGSTOP)
+            worker = liveness._served["gpu_worker"]
+            os.kill(worker, signal.SIGSTOP)
+            wait_for(lambda: services["gpu_worker"].restarts == 1 and liveness._served["gpu_worker"] != worker, QUIET_S + 30)
+            probes.append(liveness._child.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    assert run.run() == ExitCode.OK
+    thread.join()
+    assert caplog.text.count("the liveness probe said nothing of") == 1
+    assert "gpu_worker left 3 questions in a row unanswered (one every 0.3 s): killing it" in caplog.text
+    assert len(set(probes)) == 2
+    assert {service.name: service.restarts for service in run._services} == {"gpu_worker": 1, "gateway": 0}
+
+
+def test_a_probe_that_is_silent_about_one_service_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """A thread of it may end or hang alone. One that speaks, or has only just been started, is left alone."""
+    with contextlib.closing(
+        Liveness({"gateway": "http://127.0.0.1:1", "gpu_worker": "http://127.0.0.1:1"}, 0.1, 3, os.environ)
+    ) as liveness:
+        liveness.wedged({})
+        first = liveness._child
+        assert first is not None
+        assert wait_for(lambda: bool(liveness.wedged({}) or max(liveness._heard.values()) < time.monotonic()))
+        assert not wait_for(lambda: bool(liveness.wedged({}) or first.poll() is not None), 0.5)
+        lines = liveness._lines
+        liveness._lines = lambda: [line for line in lines() if line.startswith("gateway")]  # type: ignore[method-assign]
+        liveness._heard["gpu_worker"] -= QUIET_S
+        assert wait_for(lambda: bool(liveness.wedged({}) or liveness._child is not first))
+    assert f"the liveness probe said nothing of gpu_worker for {QUIET_S:g} s: killing it" in caplog.text
 
 
 def told(*lines: str) -> tuple[Liveness, list[str]]:
