@@ -9,6 +9,7 @@ gateway answers while it lives.
 
 from __future__ import annotations
 
+import http.client
 import os
 import sys
 import threading
@@ -29,7 +30,7 @@ def ask_gateway(url: str, timeout_s: float) -> str:
             return SERVING
     except urllib.error.HTTPError:
         return ALIVE
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         return SILENT
 
 

@@ -746,6 +746,22 @@ def test_a_probe_tells_serving_alive_and_silent(tmp_path: Path) -> None:
     assert found == wanted
 
 
+def test_what_is_no_http_is_no_sign_of_life() -> None:
+    """Another program on the gateway's port, say: the question ends, and the probe goes on asking."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def talk() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"what do you want\r\n\r\n")
+
+        talking = threading.Thread(target=talk)
+        talking.start()
+        assert probe.ask_gateway(f"http://127.0.0.1:{server.getsockname()[1]}/health/live", 5.0) == probe.SILENT
+        talking.join(5)
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0])
 def test_ctrl_c_right_after_the_start_leaves_nothing(tmp_path: Path, after_s: float) -> None:
