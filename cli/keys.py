@@ -124,9 +124,13 @@ def _write(path: Path, entries: list[dict[str, Any]]) -> None:
     text = json.dumps({"keys": entries}, indent=2) + "\n"
     parse_keys(text, str(path))
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    if path.exists():
-        os.chmod(file.name, path.stat().st_mode & 0o777)
-    os.replace(file.name, path)
+        try:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            if path.exists():
+                os.chmod(file.name, path.stat().st_mode & 0o777)
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)  # it has hashes of keys
+            raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -21,6 +22,7 @@ RESTART_PROBE_AFTER_S = 5.0
 QUIET_PERIODS = 3
 QUIET_S = 10.0
 FIRST_WORD_S = 20.0
+LAST_FIRST_WORD_S = 640.0
 
 
 class Liveness:
@@ -45,6 +47,7 @@ class Liveness:
         self._served: dict[str, int] = {}  # pid of the process that has served
         self._quiet_s = max(QUIET_PERIODS * period_s, QUIET_S)
         self._heard = dict.fromkeys(addresses, 0.0)  # when the probe last said something of it
+        self._first_word_s = FIRST_WORD_S
         self._buffer = b""
         self._child: subprocess.Popen[bytes] | None = None
         self._next_start = 0.0
@@ -57,7 +60,7 @@ class Liveness:
         for line in self._lines():
             name, _, state = line.partition(" ")
             if name in self._missed:
-                self._heard[name] = time.monotonic()
+                self._heard[name], self._first_word_s = time.monotonic(), FIRST_WORD_S
                 if name in pids:
                     self._note(name, state, pids[name])
         self._end_quiet_probe()
@@ -109,13 +112,17 @@ class Liveness:
             start_new_session=True,
             preexec_fn=die_with_parent(),
         )
-        self._heard = dict.fromkeys(self._heard, time.monotonic() + FIRST_WORD_S)
+        self._heard = dict.fromkeys(self._heard, time.monotonic() + self._first_word_s)
+        # Where a machine is too slow for that, the next probe has longer: it must come to speak some day.
+        self._first_word_s = min(2 * self._first_word_s, LAST_FIRST_WORD_S)
 
     def close(self) -> None:
         """Ends the child."""
         if self._child is not None:
             self._child.kill()
-            self._child.wait(10)
+            # One that the system does not let end (a disk that hangs) is nobody's reason not to stop or to go on.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(10)
             assert self._child.stdout is not None
             self._child.stdout.close()
             self._child, self._buffer = None, b""

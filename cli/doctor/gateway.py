@@ -68,7 +68,7 @@ def _usage_file(file: Path, keys: Path | None) -> Iterator[Finding]:
         yield fail(
             "usage file", f"GLM53_USAGE_FILE={file} cannot be written", "Name a file in a folder that this user may write, or unset it."
         )
-    elif (free := shutil.disk_usage(file.parent).free) < USAGE_BYTES:
+    elif (free := shutil.disk_usage(file.resolve().parent).free) < USAGE_BYTES:
         text = (
             f"GLM53_USAGE_FILE={file}: {size_in_words(free)} are free there;"
             " lines wait in memory, and the oldest are lost when there are too many"
@@ -82,7 +82,7 @@ def _can_append(file: Path) -> bool:
         if file.exists():
             file.open("a").close()
         else:
-            tempfile.TemporaryFile(dir=file.parent).close()
+            tempfile.TemporaryFile(dir=file.resolve().parent).close()
     except OSError:
         return False
     return True

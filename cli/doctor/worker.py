@@ -144,7 +144,7 @@ def _heat_file(name: str) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("heat file", error.message, "In a container: a volume that user 10001 may write. Or unset it.")
         return
-    if name and (free := shutil.disk_usage(pathlib.Path(name).parent).free) < HEAT_BYTES:
+    if name and (free := shutil.disk_usage(pathlib.Path(name).resolve().parent).free) < HEAT_BYTES:
         text = (
             f"GLM53_HEAT_FILE={name}: {size_in_words(free)} are free there, so heat is not saved and the cache begins cold after a restart"
         )

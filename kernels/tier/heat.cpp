@@ -33,9 +33,34 @@ struct HeatHeader {
   uint64_t checksum;  // of everything after the header, padded to 32 bytes
 };
 
+struct FileCloser {
+  int fd;
+  ~FileCloser() { ::close(fd); }
+};
+
 bool is_heat(const uint8_t* bytes, size_t size) {
   const auto begins = [bytes, size](const void* with, size_t length) { return size >= length && std::memcmp(bytes, with, length) == 0; };
   return begins(&kHeatMagic, sizeof kHeatMagic) || begins(kGpuHeat, sizeof kGpuHeat - 1);
+}
+
+bool is_blank(const uint8_t* bytes, size_t size) {
+  return std::all_of(bytes, bytes + size, [](uint8_t byte) { return byte == 0; });
+}
+
+// True when an open file has what heat begins with, or NULs alone, as a loss of power may leave one that was just written.
+// Throws kSystem when it cannot be read.
+bool holds_heat(int fd, const std::string& path) {
+  std::vector<uint8_t> piece(1 << 16);
+  off_t at = 0;
+  for (;;) {
+    const ssize_t n = ::pread(fd, piece.data(), piece.size(), at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw_errno("cannot read " + path);
+    if (n == 0) return true;
+    if (at == 0 && is_heat(piece.data(), static_cast<size_t>(n))) return true;
+    if (!is_blank(piece.data(), static_cast<size_t>(n))) return false;
+    at += n;
+  }
 }
 
 // The mode of what lies at the path, for what will replace it; without anything there, what the process gives new files.
@@ -51,13 +76,8 @@ mode_t mode_of_replaceable(const std::string& path, bool* exists) {
   if (found.st_size != 0) {
     const int fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) throw_errno("cannot open " + path);
-    uint8_t first[sizeof kGpuHeat];
-    const ssize_t n = ::pread(fd, first, sizeof first, 0);
-    const int error = errno;
-    ::close(fd);
-    errno = error;
-    if (n < 0) throw_errno("cannot read " + path);
-    if (!is_heat(first, static_cast<size_t>(n))) throw Error(GLM53_SYSTEM, path + " is not written over: it is no heat file");
+    const FileCloser closer{fd};
+    if (!holds_heat(fd, path)) throw Error(GLM53_SYSTEM, path + " is not written over: it is no heat file");
   }
   return found.st_mode & 07777;
 }
@@ -218,7 +238,8 @@ bool HeatTable::load(const std::vector<uint8_t>& bytes, const uint8_t* checkpoin
     *why = text;
     return false;
   };
-  if (!bytes.empty() && !is_heat(bytes.data(), bytes.size())) return refuse("it is no heat file, and will not be written over");
+  if (is_blank(bytes.data(), bytes.size())) return refuse("it is empty");
+  if (!is_heat(bytes.data(), bytes.size())) return refuse("it is no heat file, and will not be written over");
   if (bytes.size() < sizeof h) return refuse("it is truncated");
   std::memcpy(&h, bytes.data(), sizeof h);
   if (h.magic != kHeatMagic || h.version != kHeatVersion) return refuse(format("its version is %u, expected %u", h.version, kHeatVersion));

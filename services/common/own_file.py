@@ -96,6 +96,15 @@ def replace(path: Path, data: bytes, recognise: Recognise, kind: str) -> None:
         raise
 
 
+def is_blank(file: BinaryIO) -> bool:
+    """Whether it has NULs alone, as a loss of power may leave a file that was just written."""
+    file.seek(0)
+    while piece := file.read(1 << 20):
+        if piece.count(0) != len(piece):
+            return False
+    return True
+
+
 def _in_words(mode: int) -> str:
     kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISSOCK, "a socket"), (stat.S_ISFIFO, "a pipe"))
     return next((words for is_kind, words in kinds if is_kind(mode)), "a device")

@@ -59,7 +59,7 @@ _SERVER_OPTIONS = (
     # A gateway that vanished without closing its connection is noticed, and its requests are cancelled.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # of the pings for the bandwidth, which would go before with a patience of 60 s
+    ("grpc.http2.ping_timeout_ms", 30_000),  # of the pings for the bandwidth, which would go before with a patience of 60 s
     # Its own pings are never too many: by the answers it knows that this process is not frozen.
     ("grpc.http2.max_ping_strikes", 0),
 )

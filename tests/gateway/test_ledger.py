@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,10 +151,14 @@ def test_a_start_goes_on_with_the_lines_of_an_earlier_one(billed: tuple[Stack, d
     until(lambda: lines(path), "the line")
     whole = path.read_text()
     again = tmp_path / "again.jsonl"
-    for text in ("", whole, whole * 500, whole + whole[:20], whole[:20], whole[:3]):
+    for text in ("", whole, whole * 500, whole + whole[:20], whole[:20], whole[:3], whole + "\0" * 500):
         again.write_text(text)
         start(again)
         assert again.read_text() == text
+        start(again)._append([whole.rstrip()])
+        rest = "\n" if text and not text.endswith("\n") else ""
+        assert again.read_text() == text + rest + whole
+        start(again)  # with what was cut off before the last line
     start(Path(os.devnull))
     with pytest.raises(ConfigError, match="it is a folder"):
         start(tmp_path)
@@ -178,3 +184,25 @@ def test_usage_and_keys_in_one_file_are_refused(tmp_path: Path, way: str, there:
         Stack(api_keys_file=str(keys), usage_file=str(usage))
     assert caught.value.param == "GLM53_USAGE_FILE"
     assert (keys.read_bytes() if keys.exists() else None) == before
+
+
+def test_a_link_to_a_file_that_was_moved_away_leads_to_the_next_one(tmp_path: Path) -> None:
+    """A program that rotates the file may be between its two steps."""
+    (tmp_path / "log").mkdir()
+    link = tmp_path / "usage.jsonl"
+    link.symlink_to(tmp_path / "log" / "usage.jsonl")
+    start(link)
+    assert (tmp_path / "log" / "usage.jsonl").read_text() == ""
+
+
+def test_what_the_log_goes_to_is_meant(tmp_path: Path) -> None:
+    """/dev/stdout of a gateway whose output goes to a file that has lines already."""
+    log = tmp_path / "log"
+    log.write_text("a line of the log\n")
+    code = (
+        "from pathlib import Path; from prometheus_client import Counter; from services.gateway.access.ledger import UsageLedger\n"
+        "UsageLedger(Path('/dev/stdout'), Counter('lost', 'Lost.'))._append(['{}'])"
+    )
+    with log.open("a") as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, check=True, timeout=60)
+    assert log.read_text() == "a line of the log\n{}\n"

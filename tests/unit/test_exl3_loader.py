@@ -407,7 +407,14 @@ def test_pins_of_another_version_or_gpu_are_written_over(tmp_path: Path) -> None
     """They are ours, and of no use here; so is a file that is not there, or empty."""
     path = tmp_path / "pins.json"
     resolve.check(GpuWorkerSettings.load({}))
-    for text in (None, "", '{"version": 0, "gpu": "H200", "kernels": {}}', '{"version": 1, "gpu": "RTX 3090", "kernels": []}'):
+    for text in (
+        None,
+        "",
+        "\0" * 300,
+        '{\n "gpu": "H2',
+        '{"version": 0, "gpu": "H200", "kernels": {}}',
+        '{"version": 1, "gpu": "RTX 3090", "kernels": []}',
+    ):
         if text is not None:
             path.write_text(text)
         resolve.check(GpuWorkerSettings.load({"GLM53_TRITON_PIN": str(path)}))

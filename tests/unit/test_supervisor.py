@@ -746,6 +746,38 @@ def test_a_probe_tells_serving_alive_and_silent(tmp_path: Path) -> None:
     assert found == wanted
 
 
+def test_a_probe_that_never_spoke_has_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow machine's probe is not killed for ever before its first word; once one has spoken it is as before."""
+    monkeypatch.setattr("cli.liveness.RESTART_PROBE_AFTER_S", 0.0)
+    target = {"gateway": "http://127.0.0.1:1"}
+    with contextlib.closing(Liveness(target, 0.1, 3, os.environ)) as liveness:
+        liveness._command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        for wait in (20.0, 40.0, 80.0):
+            liveness._start()
+            assert liveness._heard["gateway"] - time.monotonic() == pytest.approx(wait, abs=5.0)
+        liveness._lines = lambda: ["gateway serving"]  # type: ignore[method-assign]
+        liveness.wedged({"gateway": 1})
+        liveness._start()
+        assert liveness._heard["gateway"] - time.monotonic() == pytest.approx(20.0, abs=5.0)
+
+
+def test_a_probe_that_does_not_end_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for a disk, say, ends when that answers."""
+    with contextlib.closing(Liveness({"gateway": "http://127.0.0.1:1"}, 0.1, 3, os.environ)) as liveness:
+        liveness.wedged({})
+        child = liveness._child
+        assert child is not None
+
+        def never(timeout: float) -> int:
+            raise subprocess.TimeoutExpired("probe", timeout)
+
+        monkeypatch.setattr(child, "wait", never)
+        liveness.close()
+        assert liveness._child is None
+    monkeypatch.undo()
+    child.wait(10)
+
+
 def test_what_is_no_http_is_no_sign_of_life() -> None:
     """Another program on the gateway's port, say: the question ends, and the probe goes on asking."""
     with socket.create_server(("127.0.0.1", 0)) as server:

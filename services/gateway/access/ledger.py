@@ -47,7 +47,8 @@ def check_place(path: Path, keys: Path | None) -> None:
             f"GLM53_USAGE_FILE={path} is the file of GLM53_API_KEYS_FILE, which the first request's line would destroy: name another file",
             param="GLM53_USAGE_FILE",
         )
-    if not _is_stream(path):
+    # A link to a file that was moved away is where the next one will be.
+    if not _is_stream(path) and (path.exists() or not path.is_symlink()):
         own_file.refuse_another("GLM53_USAGE_FILE", path, _is_usage, "usage lines")
 
 
@@ -59,24 +60,36 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _is_stream(path: Path) -> bool:
-    """/dev/stdout, a collector's pipe: nothing lies there that a line could spoil."""
+    """/dev/stdout, a collector's pipe: nothing lies there that a line could spoil, and what the process writes its log to is meant."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError:
         return False
-    return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
+    return stat.S_ISCHR(found.st_mode) or stat.S_ISFIFO(found.st_mode) or any(_is_open_as(fd, found) for fd in (1, 2))
+
+
+def _is_open_as(fd: int, found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), found)
+    except OSError:  # closed
+        return False
 
 
 def _is_usage(file: BinaryIO) -> bool:
-    """Whether the last whole line is one of ours: the one after it may have been cut off with its gateway."""
+    """Whether one of the last lines is ours: others may have been cut off with their gateway, or spoiled by a loss of power."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
-    tail = file.read()
-    end = tail.rfind(b"\n")
-    if end < 0:
-        return tail[: len(_BEGINNING)] == _BEGINNING[: len(tail)]
+    *whole, last = file.read().split(b"\n")
+    if not whole:
+        return last[: len(_BEGINNING)] == _BEGINNING[: len(last)]
+    return any(map(_is_line, reversed(whole)))
+
+
+def _is_line(text: bytes) -> bool:
+    if not text.startswith(_BEGINNING):
+        return False
     try:
-        line = json.loads(tail[tail.rfind(b"\n", 0, end) + 1 : end])
+        line = json.loads(text)
     except (ValueError, RecursionError):
         return False
     return isinstance(line, dict) and line.keys() >= set(_FIELDS)
@@ -159,5 +172,20 @@ class UsageLedger:
             self._waiting = deque(line for line in self._waiting if line not in written)
 
     def _append(self, lines: list[str]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if self._ends_within_a_line():
+            data = b"\n" + data
+        # In one call where the system takes it whole: several gateways may append to one file.
+        with self._path.open("ab", buffering=0) as file:
+            while data:
+                data = data[file.write(data) :]
+
+    def _ends_within_a_line(self) -> bool:
+        """True when a writer was cut off there: what is appended would be one line with what it left."""
+        try:
+            if not self._path.is_file():
+                return False
+            with self._path.open("rb") as file:
+                return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        except OSError:  # a file that may be written and not read
+            return False

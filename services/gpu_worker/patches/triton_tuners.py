@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 NAME = "triton_tuners"
 KIND = "file of Triton's choices"
+_BEGINNING = b'{\n "gpu": '  # of what `write` writes
 _MAX_BYTES = 1 << 24  # of which a file is known to be ours: one of choices has some thousand
 VERSION = 1
 SHIPPED = Path(__file__).resolve().parents[1] / "triton_pins"
@@ -92,9 +93,12 @@ def write(path: Path, gpu: str, kernels: Choices) -> None:
 
 
 def is_choices(file: BinaryIO) -> bool:
-    """Whether a file is one that `write` wrote, in this version or another; the choices themselves may be of no use."""
+    """Whether a file is one that `write` wrote, in this version or another, whole or not; the choices themselves may be of no use."""
+    text = file.read(_MAX_BYTES)
+    if text.startswith(_BEGINNING) or own_file.is_blank(file):
+        return True
     try:
-        document = json.loads(file.read(_MAX_BYTES))
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return False
     return isinstance(document, dict) and {"version", "gpu", "kernels"} <= document.keys()

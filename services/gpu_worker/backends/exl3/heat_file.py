@@ -39,8 +39,8 @@ def save(path: pathlib.Path, checkpoint_hash: bytes, heat: Heat) -> None:
 
 
 def is_heat(file: BinaryIO) -> bool:
-    """Whether the file begins as one that holds heat: of any checkpoint and version, whole or not."""
-    return file.read(max(map(len, OURS))).startswith(OURS)
+    """Whether the file begins as one that holds heat: of any checkpoint and version, whole or not; or has NULs alone."""
+    return file.read(max(map(len, OURS))).startswith(OURS) or own_file.is_blank(file)
 
 
 def load(path: pathlib.Path, checkpoint_hash: bytes, num_records: int) -> tuple[Heat | None, str]:
