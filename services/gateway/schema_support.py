@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from services.common.errors import UnsupportedParameter
 from services.gateway.schema_check import find_cycle, known_draft, referred
+from services.gateway.schema_endless import endless_together
 from services.gateway.schema_places import Path, children, target, written
 
 # Keyword → the values with which it asks for nothing.
@@ -73,6 +74,8 @@ def check_support(schema: dict[str, Any], path: str, param: str | None, advice: 
             waiting.append(found)
     if find_cycle(schema, lambda part: _needed(schema, part)) is not None:
         refuse((), "asks for values inside values without an end: a required property leads back to the schema that requires it")
+    if (together := endless_together(schema)) is not None:
+        refuse(together, "holds schemas together that refer to themselves, whose intersection has no end and cannot be enforced")
 
 
 def for_grammar(schema: dict[str, Any]) -> dict[str, Any]:
